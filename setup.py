@@ -1,0 +1,36 @@
+"""Packaging of leviathan_ds: a DeepSpeed and Megatron-core trainer of Leviathan language models."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="leviathan_ds",
+    version="0.1.0",
+    description="Pretrain Leviathan language models with DeepSpeed ZeRO and Megatron-core tensor parallelism",
+    python_requires=">=3.11",
+    packages=find_packages(include=["leviathan_ds", "leviathan_ds.*", "data_prep", "data_prep.*"]),
+    package_data={"data_prep": ["sample_corpus/*"]},
+    install_requires=[
+        "torch>=2.6,<3",
+        "deepspeed>=0.19,<0.20",
+        "megatron-core>=0.16,<0.17",
+        "numpy>=1.26",
+        "transformers>=5.0,<6",
+        "tokenizers>=0.21",
+        "datasets>=3.0",
+        "sentencepiece>=0.2",
+        "safetensors>=0.4.5",
+        "wandb>=0.18",
+        "jsonargparse[signatures]>=4.40",
+        "rich>=13",
+        "PyYAML>=6.0",
+        "orjson>=3.9",
+        "zstandard>=0.22",
+        "psutil>=5.9",
+        "matplotlib>=3.8",
+        "ninja",
+        "jaxtyping>=0.2.30",
+    ],
+    extras_require={
+        "dev": ["pytest>=8", "pytest-timeout", "beartype", "ruff", "pyright", "import-linter"],
+    },
+)
