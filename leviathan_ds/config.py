@@ -1,0 +1,340 @@
+"""What a run is made of: frozen dataclasses, their checks, and the numbers that follow from them.
+
+Opens no file and imports nothing heavy. `leviathan_ds.recipe` reads these from YAML and the command line;
+every other room takes them as arguments. A value that cannot work raises ValueError naming the key and the
+way out, before any process group or model exists.
+
+Names are Megatron's where it has one. V vocabulary, D hidden size, k coordinates, b base, d seed size,
+h heads, κ knots, r rank (the letters of the paper).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+EmbeddingKind = Literal["leviathan", "dense_tied", "dense_untied"]
+Precision = Literal["fp32", "bf16"]
+Recompute = Literal["none", "selective", "full"]
+WandbMode = Literal["off", "offline", "online"]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def integer_root(value: int, degree: int) -> int:
+    """Smallest integer b with b**degree >= value, in exact arithmetic.
+
+    Floats get this wrong: ceil(243 ** (1/5)) is 4 where 3**5 == 243.
+    """
+    low, high = 1, max(1, value)
+    while low < high:
+        middle = (low + high) // 2
+        if middle**degree >= value:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    """Sizes, switches and initial scales of the Leviathan embedding generator (model/generator.py).
+
+    The sizes default to those that reproduce the paper's published parameter count. The paper publishes no
+    initialisation: the defaults here are ours, chosen by the comparison in docs/generator.md.
+    """
+
+    num_coordinates: int = 3
+    """Number of coordinates of a token's index, k."""
+    seed_size: int = 128
+    """Dimensions of the latent seed, d."""
+    num_heads: int = 8
+    """Heads, h."""
+    num_knots: int = 16
+    """Spline knots per dimension, κ."""
+    rank: int = 64
+    """Modes per head, r."""
+    normalize_basis: bool = True
+    """Divide the basis by its sum over knots."""
+    sigmoid_divisor: float = 2.0
+    """The latent point is t = sigmoid(LN(W z) / divisor)."""
+    residual: bool = False
+    """Add z W_res, the v1-like form (reconstructed)."""
+    center_product: bool = True
+    """Use M - 1 in the output map: same functions up to one constant vector."""
+    codebook_std: float = 1.0
+    seed_proj_std: float | None = None
+    """None: 1/sqrt(d), which keeps the variance of z."""
+    spline_delta_std: float = 0.1
+    out_proj_std: float | None = None
+    """None: 0.02/sqrt(h)."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_coordinates", "seed_size", "num_heads", "rank"):
+            _require(getattr(self, name) >= 1, f"model.generator.{name} must be at least 1")
+        _require(self.num_knots >= 3, "model.generator.num_knots must be at least 3 (a quadratic spline)")
+        _require(self.sigmoid_divisor > 0, "model.generator.sigmoid_divisor must be positive")
+        for name in ("codebook_std", "seed_proj_std", "spline_delta_std", "out_proj_std"):
+            value = getattr(self, name)
+            _require(value is None or value >= 0, f"model.generator.{name} must not be negative")
+
+    def num_parameters(self, vocab_size: int, hidden_size: int) -> int:
+        """k·b·d + h·d² + 2·h·d + h·d·κ·r + h·r·D, and d·D more for the residual."""
+        base = integer_root(vocab_size, self.num_coordinates)
+        d, h = self.seed_size, self.num_heads
+        count = self.num_coordinates * base * d + h * d * d + 2 * h * d
+        count += h * d * self.num_knots * self.rank + h * self.rank * hidden_size
+        return count + (d * hidden_size if self.residual else 0)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A LLaMA-style decoder and the kind of its input embedding."""
+
+    vocab_size: int | None = None
+    """None: the tokenizer's."""
+    embedding: EmbeddingKind = "leviathan"
+    hidden_size: int = 512
+    num_layers: int = 8
+    num_attention_heads: int = 8
+    num_query_groups: int | None = None
+    """None: as many as attention heads."""
+    ffn_hidden_size: int | None = None
+    """None: 8/3 of the hidden size, rounded up to a multiple of 64."""
+    kv_channels: int | None = None
+    """None: hidden_size / num_attention_heads."""
+    rotary_base: float = 10000.0
+    norm_epsilon: float = 1e-5
+    init_method_std: float = 0.02
+    make_vocab_size_divisible_by: int = 64
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_layers", "num_attention_heads", "make_vocab_size_divisible_by"):
+            _require(getattr(self, name) >= 1, f"model.{name} must be at least 1")
+        _require(self.vocab_size is None or self.vocab_size >= 2, "model.vocab_size must be at least 2")
+        _require(
+            self.kv_channels is not None or self.hidden_size % self.num_attention_heads == 0,
+            f"model.num_attention_heads = {self.num_attention_heads} does not divide model.hidden_size = "
+            f"{self.hidden_size}; change one of them or set model.kv_channels",
+        )
+        _require(self.head_size % 2 == 0, "model.kv_channels must be even (rotary embedding)")
+        _require(
+            self.num_attention_heads % self.query_groups == 0,
+            f"model.num_query_groups = {self.query_groups} must divide model.num_attention_heads = "
+            f"{self.num_attention_heads}",
+        )
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or -(-self.hidden_size * 8 // 3 // 64) * 64
+
+    @property
+    def vocabulary(self) -> int:
+        """The true vocabulary size, once known (see `Recipe.with_vocabulary`)."""
+        assert self.vocab_size is not None, "vocab_size is filled from the tokenizer before a model is built"
+        return self.vocab_size
+
+    def padded_vocab_size(self, tensor_parallel_size: int) -> int:
+        """Rows of the table and the head: a multiple of make_vocab_size_divisible_by × TP."""
+        multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
+        return -(-self.vocabulary // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How one copy of the model is spread over ranks; the rest of the ranks are data-parallel."""
+
+    tensor_model_parallel_size: int = 1
+    sequence_parallel: bool = False
+    """Shard activations between the tensor-parallel regions over the sequence."""
+
+    def __post_init__(self) -> None:
+        tp = self.tensor_model_parallel_size
+        _require(tp >= 1, "parallel.tensor_model_parallel_size must be at least 1")
+        _require(
+            tp > 1 or not self.sequence_parallel,
+            "parallel.sequence_parallel needs parallel.tensor_model_parallel_size of 2 or more",
+        )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which indexed datasets to read (data_prep's output), and how they are cut into samples."""
+
+    prefixes: tuple[str, ...] = ()
+    """Paths without .bin/.idx."""
+    weights: tuple[float, ...] = ()
+    """One for each prefix; empty: by number of tokens."""
+    sequence_length: int = 512
+    """Tokens a sample."""
+    validation_fraction: float = 0.02
+    """Of the documents, chosen by their index for ever."""
+    tokenizer_fingerprint: str | None = None
+    """Refuse datasets of any other tokenizer."""
+    seed: int = 1234
+    """Of the sample order."""
+    num_workers: int = 1
+    """Loader processes; 0 reads in the training process."""
+
+    def __post_init__(self) -> None:
+        _require(self.sequence_length >= 2, "data.sequence_length must be at least 2 tokens")
+        _require(
+            0 < self.validation_fraction < 1, "data.validation_fraction must lie strictly between 0 and 1"
+        )
+        _require(
+            not self.weights or len(self.weights) == len(self.prefixes),
+            f"data.weights has {len(self.weights)} entries for {len(self.prefixes)} data.prefixes",
+        )
+        _require(all(weight > 0 for weight in self.weights), "data.weights must all be positive")
+        _require(self.num_workers >= 0, "data.num_workers must not be negative")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The optimizer's steps: batch, schedule, AdamW, precision, recomputation."""
+
+    train_steps: int = 1000
+    micro_batch_size: int = 8
+    """Sequences per rank and forward pass."""
+    global_batch_size: int = 64
+    """Sequences per optimizer step, over all data-parallel ranks."""
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    decay_generator_vectors: bool = False
+    """Weight decay on codebooks and the generator's LayerNorms."""
+    generator_lr_scale: float = 1.0
+    """Multiplies the learning rate of the generator's parameters."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    """0: no clipping."""
+    precision: Precision = "bf16"
+    recompute: Recompute = "none"
+    loss_chunk_tokens: int = 1024
+    """Tokens whose logits exist at once."""
+    seed: int = 1234
+    """Of the initial weights."""
+
+    def __post_init__(self) -> None:
+        for name in ("train_steps", "micro_batch_size", "global_batch_size", "loss_chunk_tokens"):
+            _require(getattr(self, name) >= 1, f"training.{name} must be at least 1")
+        _require(self.warmup_steps >= 0, "training.warmup_steps must not be negative")
+        _require(
+            self.warmup_steps <= self.train_steps,
+            f"training.warmup_steps = {self.warmup_steps} exceeds training.train_steps = {self.train_steps}",
+        )
+        _require(self.lr > 0, "training.lr must be positive")
+        _require(
+            0 <= self.min_lr <= self.lr, "training.min_lr must lie between 0 and training.lr, ends included"
+        )
+        for name in ("weight_decay", "clip_grad", "generator_lr_scale"):
+            _require(getattr(self, name) >= 0, f"training.{name} must not be negative")
+        for name in ("adam_beta1", "adam_beta2"):
+            _require(0 <= getattr(self, name) < 1, f"training.{name} must be at least 0 and below 1")
+        _require(self.adam_eps > 0, "training.adam_eps must be positive")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What the loop does beside training: logging, validation, checkpoints."""
+
+    log_interval: int = 10
+    """Steps."""
+    eval_interval: int = 500
+    """Steps."""
+    eval_samples: int = 512
+    """Sequences per validation."""
+    save_interval: int = 1000
+    """Steps."""
+    keep_checkpoints: int = 2
+    """The last N."""
+    replica_check_interval: int = 100
+    """Steps between comparisons of replicated parameters; 0: start only."""
+    wandb: WandbMode = "off"
+    wandb_project: str = "leviathan"
+
+    def __post_init__(self) -> None:
+        for name in ("log_interval", "eval_interval", "eval_samples", "save_interval", "keep_checkpoints"):
+            _require(getattr(self, name) >= 1, f"run.{name} must be at least 1")
+        _require(self.replica_check_interval >= 0, "run.replica_check_interval must not be negative")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that defines a run, except DeepSpeed's own JSON and the run directory."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        tp = self.parallel.tensor_model_parallel_size
+        for name, value in (
+            ("num_attention_heads", self.model.num_attention_heads),
+            ("num_query_groups", self.model.query_groups),
+            ("ffn_hidden_size", self.model.ffn_size),
+        ):
+            _require(
+                value % tp == 0,
+                f"parallel.tensor_model_parallel_size = {tp} does not divide model.{name} = {value}",
+            )
+        _require(
+            not self.parallel.sequence_parallel or self.data.sequence_length % tp == 0,
+            f"parallel.sequence_parallel needs data.sequence_length = {self.data.sequence_length} to be a "
+            f"multiple of parallel.tensor_model_parallel_size = {tp}",
+        )
+
+    def with_vocabulary(self, vocab_size: int) -> Recipe:
+        """This recipe with an open `model.vocab_size` filled in.
+
+        Raises ValueError when the recipe names a smaller vocabulary than the tokenizer's. A larger one is
+        allowed: the paper's 200,376 rows serve a tokenizer of 200,019.
+        """
+        named = self.model.vocab_size
+        _require(
+            named is None or named >= vocab_size,
+            f"model.vocab_size = {named} is smaller than the tokenizer's {vocab_size}; leave it out or raise it",
+        )
+        return replace(self, model=replace(self.model, vocab_size=named or vocab_size))
+
+    def gradient_accumulation_steps(self, world_size: int) -> int:
+        """Micro-batches per optimizer step on each data-parallel rank.
+
+        Raises ValueError naming the data-parallel size and batch sizes that would do.
+        """
+        tp = self.parallel.tensor_model_parallel_size
+        _require(
+            world_size % tp == 0,
+            f"parallel.tensor_model_parallel_size = {tp} does not divide the number of ranks, {world_size}; "
+            f"start a multiple of {tp} ranks",
+        )
+        data_parallel_size = world_size // tp
+        per_pass = self.training.micro_batch_size * data_parallel_size
+        batch = self.training.global_batch_size
+        if batch % per_pass:
+            nearest = max(1, round(batch / per_pass))
+            choices = sorted({per_pass * max(1, nearest + step) for step in (-1, 0, 1, 2)})[:3]
+            raise ValueError(
+                f"training.global_batch_size = {batch} is not a multiple of training.micro_batch_size × "
+                f"data-parallel size = {self.training.micro_batch_size} × {data_parallel_size} "
+                f"({world_size} ranks / TP {tp}); global batch sizes that would do: "
+                + ", ".join(map(str, choices))
+            )
+        return batch // per_pass

@@ -1,0 +1,110 @@
+"""The output head and its loss, without ever holding the logits of the whole batch.
+
+With 200k tokens of vocabulary the logits of one micro-batch outweigh the body's activations many times.
+Here they exist for `chunk_tokens` tokens at a time; since the loss is the last thing computed, its gradient
+is formed in the same pass, and backward only scales it. The vocabulary is sharded over the tensor-parallel
+ranks; three small reductions a chunk make the softmax exact.
+
+n tokens, D hidden size, p rows of the vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from megatron.core import parallel_state
+from torch import Tensor
+
+
+def vocab_parallel_linear_cross_entropy(
+    hidden: Float[Tensor, "n D"],
+    weight: Float[Tensor, "p D"],
+    labels: Int[Tensor, n],
+    loss_weights: Float[Tensor, n],
+    vocab_size: int,
+    chunk_tokens: int,
+) -> Float[Tensor, ""]:
+    """Σ_i w_i · (−log softmax(hidden_i · Wᵀ)[label_i]), in float32.
+
+    Args:
+        hidden: the same on every tensor-parallel rank; its gradient is this rank's part of the sum.
+        weight: this rank's rows of the padded head.
+        labels: below vocab_size.
+        loss_weights: factor of each token's loss, 0 to leave it out.
+        vocab_size: the true vocabulary; padded rows take no part in the softmax.
+        chunk_tokens: tokens whose logits exist at once.
+    """
+    return _LinearCrossEntropy.apply(hidden, weight, labels, loss_weights, vocab_size, chunk_tokens)  # pyright: ignore
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, loss_weights, vocab_size, chunk_tokens):
+        rows, rank = weight.shape[0], parallel_state.get_tensor_model_parallel_rank()
+        first_row = rows * rank
+        true_rows = max(0, min(rows, vocab_size - first_row))
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        # Summed over chunks in float32 whatever the weights' dtype.
+        grad_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if need_weight else None
+        total = hidden.new_zeros((), dtype=_accumulation_dtype(weight))
+        for chunk in (slice(i, i + chunk_tokens) for i in range(0, hidden.shape[0], chunk_tokens)):
+            logits = (hidden[chunk] @ weight.T).to(_accumulation_dtype(weight))
+            logits[:, true_rows:] = -torch.inf
+            local = labels[chunk] - first_row
+            losses, probabilities = _softmax_cross_entropy_(logits, local, true_rows)
+            total += (losses * loss_weights[chunk]).sum()
+            if not (need_hidden or need_weight):
+                continue
+            grad_logits = _subtract_one_hot_(probabilities, local, true_rows)
+            grad_logits = grad_logits.mul_(loss_weights[chunk, None]).to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ hidden[chunk]
+        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        scale = grad_outputs[0]
+        return (
+            None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype),
+            None if grad_weight is None else grad_weight * scale.to(grad_weight.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _accumulation_dtype(weight: Tensor) -> torch.dtype:
+    return torch.float64 if weight.dtype == torch.float64 else torch.float32
+
+
+def _softmax_cross_entropy_(logits: Tensor, local: Tensor, true_rows: int) -> tuple[Tensor, Tensor]:
+    """Losses and probabilities of one chunk, overwriting the logits; exact over the sharded vocabulary."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
+    largest = logits.amax(-1)
+    if parallel:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    logits -= largest[:, None]
+    here = (local >= 0) & (local < true_rows)
+    label_logits = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+    label_logits = torch.where(here, label_logits, 0.0)
+    exponentials = logits.exp_()
+    denominators = exponentials.sum(-1)
+    if parallel:
+        sums = torch.stack([label_logits, denominators])
+        dist.all_reduce(sums, group=group)
+        label_logits, denominators = sums.unbind()
+    return denominators.log() - label_logits, exponentials.div_(denominators[:, None])
+
+
+def _subtract_one_hot_(probabilities: Tensor, local: Tensor, true_rows: int) -> Tensor:
+    here = ((local >= 0) & (local < true_rows)).to(probabilities.dtype)
+    index = local.clamp(0, probabilities.shape[1] - 1)[:, None]
+    return probabilities.scatter_add_(1, index, -here[:, None])

@@ -1,0 +1,172 @@
+"""What every parameter is: the one table that tensor parallelism, the optimizer, checks and export read.
+
+A parameter is either sharded over the tensor-parallel ranks along one dimension, or replicated on all of
+them. The gradient of a replicated parameter is full on every rank (its output enters the column-parallel
+layers through a region whose backward sums over the ranks), or, under sequence parallelism, partial where
+the module sees only this rank's part of the sequence: then `complete_partial_gradients` sums it.
+A parameter that no rule knows is an error at start-up, not a silent guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
+
+Component = Literal["embedding", "body", "head"]
+
+
+@dataclass(frozen=True)
+class ParameterRule:
+    """How the parameters whose full name matches `pattern` behave.
+
+    Attributes:
+        shard_dim: dimension split over the tensor-parallel ranks; None for a replicated parameter.
+        num_stacked: matrices stacked along shard_dim (2 for SwiGLU's gate and up), each split by itself.
+        sees_sequence_shard: under sequence parallelism each rank's gradient covers only its tokens.
+        is_vector: no weight decay (norms), or decay by the recipe's switch (the generator's).
+        is_vocabulary: the sharded dimension is the padded vocabulary.
+    """
+
+    pattern: str
+    component: Component
+    shard_dim: int | None = None
+    num_stacked: int = 1
+    sees_sequence_shard: bool = False
+    is_vector: bool = False
+    is_vocabulary: bool = False
+
+    def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
+        """This rank's part of a full parameter."""
+        if self.shard_dim is None or size == 1:
+            return full
+        parts = [
+            stacked.chunk(size, self.shard_dim)[rank]
+            for stacked in full.chunk(self.num_stacked, self.shard_dim)
+        ]
+        return torch.cat(parts, self.shard_dim)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """The full parameter from the parts of all tensor-parallel ranks, in rank order."""
+        if self.shard_dim is None or len(shards) == 1:
+            return shards[0]
+        stacked = zip(*(shard.chunk(self.num_stacked, self.shard_dim) for shard in shards), strict=True)
+        return torch.cat([torch.cat(parts, self.shard_dim) for parts in stacked], self.shard_dim)
+
+    def full_shape(self, local: Sequence[int], size: int) -> list[int]:
+        shape = list(local)
+        if self.shard_dim is not None:
+            shape[self.shard_dim] *= size
+        return shape
+
+
+_GENERATOR = r"embedding\.generator\."
+_LAYER = r"decoder\.layers\.\d+\."
+RULES: tuple[ParameterRule, ...] = (
+    ParameterRule(_GENERATOR + r"(codebooks|norm_weight|norm_bias)", "embedding", is_vector=True),
+    ParameterRule(_GENERATOR + r"(seed_proj|spline_delta|out_proj|residual_proj)", "embedding"),
+    ParameterRule(r"embedding\.word_embeddings\.weight", "embedding", shard_dim=0, is_vocabulary=True),
+    ParameterRule(
+        _LAYER + r"(input_layernorm|pre_mlp_layernorm)\.weight",
+        "body",
+        sees_sequence_shard=True,
+        is_vector=True,
+    ),
+    ParameterRule(_LAYER + r"self_attention\.linear_qkv\.weight", "body", shard_dim=0),
+    ParameterRule(_LAYER + r"self_attention\.linear_proj\.weight", "body", shard_dim=1),
+    ParameterRule(_LAYER + r"mlp\.linear_fc1\.weight", "body", shard_dim=0, num_stacked=2),
+    ParameterRule(_LAYER + r"mlp\.linear_fc2\.weight", "body", shard_dim=1),
+    ParameterRule(r"decoder\.final_layernorm\.weight", "body", sees_sequence_shard=True, is_vector=True),
+    ParameterRule(r"output_layer\.weight", "head", shard_dim=0, is_vocabulary=True),
+)
+
+
+def rule_for(name: str) -> ParameterRule:
+    """The one rule of a parameter's name. Raises KeyError if none or several match."""
+    matching = [rule for rule in RULES if re.fullmatch(rule.pattern, name)]
+    if len(matching) != 1:
+        raise KeyError(
+            f"parameter {name!r} matches {len(matching)} rules of leviathan_ds.parallel.registry; add one rule "
+            "that says whether it is sharded and how its gradient comes about"
+        )
+    return matching[0]
+
+
+def named_rules(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterRule]]:
+    """Every parameter of the model with its rule, in the model's order; shared parameters once."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter, rule_for(name)
+
+
+def mark_tensor_parallel(model: nn.Module) -> None:
+    """Set the attributes by which DeepSpeed counts each parameter once in the gradient norm."""
+    for _, parameter, rule in named_rules(model):
+        parameter.tensor_model_parallel = rule.shard_dim is not None  # pyright: ignore
+        parameter.partition_dim = -1 if rule.shard_dim is None else rule.shard_dim  # pyright: ignore
+
+
+def complete_partial_gradients(model: nn.Module, sequence_parallel: bool) -> None:
+    """Make partial gradients full inside autograd: a sum over the tensor-parallel ranks.
+
+    A hook on the parameter runs before anything sees the gradient, so DeepSpeed, whose own hooks know
+    nothing of tensor parallelism, accumulates, reduces and clips a full gradient at every ZeRO stage.
+    """
+    if not sequence_parallel:
+        return
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def sum_over_ranks(grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=group)
+        return grad
+
+    for _, parameter, rule in named_rules(model):
+        if rule.sees_sequence_shard:
+            parameter.register_hook(sum_over_ranks)
+
+
+def optimizer_groups(
+    model: nn.Module, weight_decay: float, decay_generator_vectors: bool, generator_lr_scale: float
+) -> list[dict]:
+    """Parameter groups for AdamW: with and without decay, and apart by learning-rate scale.
+
+    Norm weights never decay; the generator's vectors (codebooks, LayerNorms) by the switch.
+    """
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter, rule in named_rules(model):
+        generator = re.match(_GENERATOR, name) is not None
+        decays = not rule.is_vector or (generator and decay_generator_vectors)
+        key = (weight_decay if decays else 0.0, generator_lr_scale if generator else 1.0)
+        groups.setdefault(key, []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay, "lr_scale": scale}
+        for (decay, scale), parameters in groups.items()
+    ]
+
+
+def differing_replicas(named_tensors: Iterator[tuple[str, Tensor]]) -> list[tuple[str, float]]:
+    """Replicated parameters that are not bitwise equal over the tensor-parallel ranks.
+
+    Collective over the tensor-parallel group. Returns (name, largest difference) pairs, the same on every
+    rank of the group.
+    """
+    group = parallel_state.get_tensor_model_parallel_group()
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return []
+    differing = []
+    for name, tensor in named_tensors:
+        if rule_for(name).shard_dim is not None:
+            continue
+        # min and max in one reduction: max(-x) = -min(x)
+        bounds = torch.stack([tensor.detach().float(), -tensor.detach().float()])
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+        spread = (bounds[0] + bounds[1]).max()
+        if not spread.item() == 0:  # also when it is NaN
+            differing.append((name, spread.item()))
+    return differing

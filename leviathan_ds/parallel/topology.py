@@ -1,0 +1,124 @@
+"""Process groups, devices and threads: the one place that reads a launcher's environment.
+
+Everything above asks here for ranks and for the device, so that the same code runs on GPUs with NCCL and on
+CPUs with gloo.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import random as megatron_random
+
+# DeepSpeed's default of 30 minutes keeps a whole cluster waiting for one dead rank.
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class LauncherEnvironment:
+    """What `deepspeed` (or torchrun) tells a rank about itself; a lone process is rank 0 of 1."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @staticmethod
+    def read() -> LauncherEnvironment:
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        local = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size
+        return LauncherEnvironment(
+            rank=int(os.environ.get("RANK", 0)),
+            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+            world_size=world_size,
+            local_world_size=int(local),
+        )
+
+
+def device() -> torch.device:
+    """The device that this rank computes on."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
+def initialize(tensor_model_parallel_size: int) -> None:
+    """Start torch.distributed under the launcher (or alone) and build Megatron's process groups.
+
+    Collective over all ranks. Ranks of one tensor-parallel group are neighbours, so that TP stays in a node.
+    """
+    environment = LauncherEnvironment.read()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(environment.local_rank)
+    else:
+        _prepare_cpu(environment)
+    _initialize_process_group(environment)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_model_parallel_size)
+    # Sequence parallelism forks Megatron's CUDA generator around the layers. Nothing here is random after
+    # initialisation (no dropout), so the tracker that leaves generators alone is the right one everywhere.
+    megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+def _prepare_cpu(environment: LauncherEnvironment) -> None:
+    # The device shim: megatron-core's buffers, sequence-parallel collectives and rotary embedding ask
+    # torch.cuda.current_device() where to allocate. Without a GPU the answer is the CPU.
+    torch.cuda.current_device = lambda: torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // environment.local_world_size))
+
+
+def _initialize_process_group(environment: LauncherEnvironment) -> None:
+    if dist.is_initialized():
+        return
+    if environment.world_size == 1:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        store = dist.HashStore()
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=0, world_size=1
+        )
+    else:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=COLLECTIVE_TIMEOUT)
+
+
+def shutdown() -> None:
+    """Leave the process groups; a rank that exits without this can hang its neighbours' exit."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def tensor_parallel_rank() -> int:
+    return parallel_state.get_tensor_model_parallel_rank()
+
+
+def tensor_parallel_size() -> int:
+    return parallel_state.get_tensor_model_parallel_world_size()
+
+
+def data_parallel_rank() -> int:
+    return parallel_state.get_data_parallel_rank()
+
+
+def data_parallel_size() -> int:
+    return parallel_state.get_data_parallel_world_size()
+
+
+def barrier() -> None:
+    dist.barrier()

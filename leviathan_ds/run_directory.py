@@ -1,0 +1,96 @@
+"""Where a run keeps its files, and how a finished checkpoint is told from an unfinished one.
+
+RUN/recipe.yaml              the recipe as it was resolved; refuses another one
+RUN/ds_config.json           DeepSpeed's configuration as it was filled in
+RUN/tokenizer.model          the tokenizer of its data
+RUN/metrics.jsonl            one line per logged step
+RUN/summary.json             what the run reached
+RUN/checkpoints/step_00000100/     written aside, renamed when whole
+    manifest.json            sizes of all files: its presence after the rename means complete
+    trainer_state.json       step, consumed samples, recipe, parallel layout, wandb id
+    weights_tp00.safetensors weights of each tensor-parallel rank, whatever the ZeRO stage
+    ...                      DeepSpeed's own files: optimizer states, random states
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+RECIPE, DS_CONFIG, TOKENIZER = "recipe.yaml", "ds_config.json", "tokenizer.model"
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+CHECKPOINTS, MANIFEST, TRAINER_STATE = "checkpoints", "manifest.json", "trainer_state.json"
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoints whose files are all there with the sizes that were written, oldest first."""
+    folder = run_dir / CHECKPOINTS
+    if not folder.is_dir():
+        return []
+    named = sorted(path for path in folder.iterdir() if re.fullmatch(r"step_\d{8,}", path.name))
+    return [path for path in named if incompleteness(path) is None]
+
+
+def incompleteness(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be used, or None if it can."""
+    try:
+        sizes = json.loads((checkpoint / MANIFEST).read_text())["bytes"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"{checkpoint / MANIFEST}: {error}"
+    for name, size in sizes.items():
+        try:
+            found = (checkpoint / name).stat().st_size
+        except OSError:
+            return f"{checkpoint / name}: missing"
+        if found != size:
+            return f"{checkpoint / name}: {found} bytes, {size} were written"
+    return None
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint that a user means by a run directory (its last complete one) or by its own folder.
+
+    Raises ValueError naming the path when there is none.
+    """
+    if (path / TRAINER_STATE).is_file():
+        reason = incompleteness(path)
+        if reason is not None:
+            raise ValueError(f"the checkpoint {path} is not complete ({reason}); choose another one")
+        return path
+    complete = complete_checkpoints(path)
+    if not complete:
+        raise ValueError(
+            f"{path} holds no complete checkpoint; give a run directory or one of its checkpoints"
+        )
+    return complete[-1]
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The run directory that a checkpoint lies in."""
+    return checkpoint.resolve().parent.parent
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """Write a small text file so that a reader sees the old one or the new one, never a part."""
+    aside = path.with_name(path.name + ".tmp")
+    with aside.open("w") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def update_summary(run_dir: Path, **values: Any) -> dict[str, Any]:
+    """Merge values into RUN/summary.json and return it."""
+    path = run_dir / SUMMARY
+    summary = json.loads(path.read_text()) if path.is_file() else {}
+    summary.update(values)
+    write_atomically(path, json.dumps(summary, indent=2) + "\n")
+    return summary
