@@ -190,9 +190,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _require(self.sequence_length >= 2, "data.sequence_length must be at least 2 tokens")
-        _require(
-            0 < self.validation_fraction < 1, "data.validation_fraction must lie strictly between 0 and 1"
-        )
+        _require(0 < self.validation_fraction < 1, "data.validation_fraction must lie strictly between 0 and 1")
         _require(
             not self.weights or len(self.weights) == len(self.prefixes),
             f"data.weights has {len(self.weights)} entries for {len(self.prefixes)} data.prefixes",
@@ -239,9 +237,7 @@ class TrainingConfig:
             f"training.warmup_steps = {self.warmup_steps} exceeds training.train_steps = {self.train_steps}",
         )
         _require(self.lr > 0, "training.lr must be positive")
-        _require(
-            0 <= self.min_lr <= self.lr, "training.min_lr must lie between 0 and training.lr, ends included"
-        )
+        _require(0 <= self.min_lr <= self.lr, "training.min_lr must lie between 0 and training.lr, ends included")
         for name in ("weight_decay", "clip_grad", "generator_lr_scale"):
             _require(getattr(self, name) >= 0, f"training.{name} must not be negative")
         for name in ("adam_beta1", "adam_beta2"):

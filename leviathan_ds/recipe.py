@@ -23,18 +23,14 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 def build_parser(description: str) -> ArgumentParser:
     """A parser with one option for every field of the recipe, and --config for a recipe file."""
     parser = ArgumentParser(description=description, exit_on_error=False)
-    parser.add_argument(
-        "--config", type=str, default=None, help="recipe file (YAML); options below win over it"
-    )
+    parser.add_argument("--config", type=str, default=None, help="recipe file (YAML); options below win over it")
     for section in dataclasses.fields(Recipe):
         section_class = getattr(config, str(section.type))
         parser.add_argument(f"--{section.name}", type=section_class, default=section_class())
     return parser
 
 
-def parse(
-    parser: ArgumentParser, arguments: list[str], default_config: Path | None = None
-) -> tuple[Recipe, Any]:
+def parse(parser: ArgumentParser, arguments: list[str], default_config: Path | None = None) -> tuple[Recipe, Any]:
     """Parse a command line into the recipe and the namespace with the parser's other options.
 
     Raises ValueError with one line for every mistake.
@@ -77,7 +73,7 @@ def read_recipe_file(path: Path) -> dict[str, Any]:
 
 
 def _check_keys(path: Path, values: dict[str, Any], section: type, prefix: str) -> None:
-    known = get_type_hints(section, vars(config))
+    known = get_type_hints(section, dict(vars(config)))
     for key, value in values.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1, 0.5)

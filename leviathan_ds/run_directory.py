@@ -66,9 +66,7 @@ def find_checkpoint(path: Path) -> Path:
         return path
     complete = complete_checkpoints(path)
     if not complete:
-        raise ValueError(
-            f"{path} holds no complete checkpoint; give a run directory or one of its checkpoints"
-        )
+        raise ValueError(f"{path} holds no complete checkpoint; give a run directory or one of its checkpoints")
     return complete[-1]
 
 

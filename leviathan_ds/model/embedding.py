@@ -24,7 +24,7 @@ class DistinctIds(NamedTuple):
     Found on the CPU while the batch is loaded: on the GPU the data-dependent size would stall the queue.
     """
 
-    ids: Int[Tensor, m]
+    ids: Int[Tensor, " m"]
     inverse: Int[Tensor, "b s"]
 
     @staticmethod
@@ -46,9 +46,7 @@ class GeneratorEmbedding(nn.Module):
         self.generator = SplineGenerator(model.vocabulary, model.hidden_size, model.generator)
         self._table: Tensor | None = None
 
-    def forward(
-        self, tokens: Int[Tensor, "b s"], distinct: DistinctIds | None = None
-    ) -> Float[Tensor, "s b D"]:
+    def forward(self, tokens: Int[Tensor, "b s"], distinct: DistinctIds | None = None) -> Float[Tensor, "s b D"]:
         if self.training or self._table is None:
             distinct = distinct or DistinctIds.of(tokens)
             embeddings = nn.functional.embedding(distinct.inverse.T, self.generator(distinct.ids))
@@ -80,8 +78,6 @@ class TableEmbedding(nn.Module):
             config=config,
         )
 
-    def forward(
-        self, tokens: Int[Tensor, "b s"], distinct: DistinctIds | None = None
-    ) -> Float[Tensor, "s b D"]:
+    def forward(self, tokens: Int[Tensor, "b s"], distinct: DistinctIds | None = None) -> Float[Tensor, "s b D"]:
         embeddings = self.word_embeddings(tokens)
         return embeddings if self.sequence_parallel else embeddings.transpose(0, 1).contiguous()

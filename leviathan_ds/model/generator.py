@@ -23,13 +23,13 @@ LAYER_NORM_EPSILON = 1e-5
 SeparableProduct = Callable[[Tensor, Tensor, bool], Tensor]
 
 
-def digits(ids: Int[Tensor, n], base: int, num_coordinates: int) -> Int[Tensor, "n k"]:
+def digits(ids: Int[Tensor, " n"], base: int, num_coordinates: int) -> Int[Tensor, "n k"]:
     """Step 1: base-`base` digits of each id, most significant first."""
     powers = torch.tensor([base**j for j in reversed(range(num_coordinates))], device=ids.device)
     return ids[:, None] // powers % base
 
 
-def spline_basis(t: Float[Tensor, "*s"], num_knots: int, normalize: bool) -> Float[Tensor, "*s κ"]:
+def spline_basis(t: Float[Tensor, " *s"], num_knots: int, normalize: bool) -> Float[Tensor, "*s κ"]:
     """Step 4: quadratic B-splines centred on the knots g/(κ-1), optionally divided by their sum."""
     knots = torch.arange(num_knots, dtype=t.dtype, device=t.device)
     u = (t[..., None] * (num_knots - 1) - knots).abs()
@@ -84,7 +84,7 @@ class SplineGenerator(nn.Module):
         if config.residual:
             self.residual_proj = parameter(d, hidden_size)
 
-    def forward(self, ids: Int[Tensor, n]) -> Float[Tensor, "n D"]:
+    def forward(self, ids: Int[Tensor, " n"]) -> Float[Tensor, "n D"]:
         seed = self.seed(ids)
         modes = self.product(self.latent(seed), _widen(self.spline_delta), self.config.normalize_basis)
         if self.config.center_product:
@@ -96,7 +96,7 @@ class SplineGenerator(nn.Module):
             embedding = embedding + seed.to(output_dtype) @ self.residual_proj
         return embedding
 
-    def seed(self, ids: Int[Tensor, n]) -> Float[Tensor, "n d"]:
+    def seed(self, ids: Int[Tensor, " n"]) -> Float[Tensor, "n d"]:
         """Steps 1 and 2: z(i) = Σ_j C_j[i_j]."""
         index = digits(ids, self.base, self.config.num_coordinates)
         codebooks = _widen(self.codebooks)

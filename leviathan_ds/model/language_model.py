@@ -28,9 +28,7 @@ class VocabParallelHead(nn.Module):
     Holds the weight itself, also when it is the input table's (dense tied): ZeRO-3 then gathers it for both.
     """
 
-    def __init__(
-        self, weight: nn.Parameter, vocab_size: int, sequence_parallel: bool, chunk_tokens: int
-    ) -> None:
+    def __init__(self, weight: nn.Parameter, vocab_size: int, sequence_parallel: bool, chunk_tokens: int) -> None:
         super().__init__()
         self.weight = weight
         self.vocab_size = vocab_size
@@ -84,17 +82,14 @@ class LanguageModel(nn.Module):
         self.rotary = RotaryEmbedding(
             model.head_size,
             rotary_percent=1.0,
-            rotary_base=model.rotary_base,
+            rotary_base=model.rotary_base,  # pyright: ignore[reportArgumentType]
             use_cpu_initialization=True,  # pyright: ignore
         )
         self.decoder = TransformerBlock(config, block_spec(model.num_layers, recompute), post_process=True)
         if isinstance(self.embedding, TableEmbedding) and model.embedding == "dense_tied":
             weight = self.embedding.word_embeddings.weight
         else:
-            rows = (
-                model.padded_vocab_size(config.tensor_model_parallel_size)
-                // config.tensor_model_parallel_size
-            )
+            rows = model.padded_vocab_size(config.tensor_model_parallel_size) // config.tensor_model_parallel_size
             weight = nn.Parameter(torch.empty(rows, model.hidden_size))
         self.output_layer = VocabParallelHead(
             weight, model.vocabulary, config.sequence_parallel, loss_chunk_tokens

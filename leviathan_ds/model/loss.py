@@ -20,8 +20,8 @@ from torch import Tensor
 def vocab_parallel_linear_cross_entropy(
     hidden: Float[Tensor, "n D"],
     weight: Float[Tensor, "p D"],
-    labels: Int[Tensor, n],
-    loss_weights: Float[Tensor, n],
+    labels: Int[Tensor, " n"],
+    loss_weights: Float[Tensor, " n"],
     vocab_size: int,
     chunk_tokens: int,
 ) -> Float[Tensor, ""]:

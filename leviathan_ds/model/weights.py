@@ -28,9 +28,7 @@ def full_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """
     paths = sorted(checkpoint.glob("weights_tp*.safetensors"))
     if not paths:
-        raise ValueError(
-            f"{checkpoint} holds no weights_tp*.safetensors; it is not a checkpoint of this trainer"
-        )
+        raise ValueError(f"{checkpoint} holds no weights_tp*.safetensors; it is not a checkpoint of this trainer")
     with ExitStack() as stack:
         shards = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
         for name in shards[0].keys():

@@ -20,7 +20,7 @@ class MegatronMpu:
         return parallel_state.get_tensor_model_parallel_world_size()
 
     def get_model_parallel_group(self) -> ProcessGroup:
-        return parallel_state.get_tensor_model_parallel_group()
+        return parallel_state.get_tensor_model_parallel_group()  # pyright: ignore[reportReturnType]
 
     get_tensor_model_parallel_rank = get_model_parallel_rank
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
@@ -33,4 +33,4 @@ class MegatronMpu:
         return parallel_state.get_data_parallel_world_size()
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        return parallel_state.get_data_parallel_group()
+        return parallel_state.get_data_parallel_group()  # pyright: ignore[reportReturnType]

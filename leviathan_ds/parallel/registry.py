@@ -47,8 +47,7 @@ class ParameterRule:
         if self.shard_dim is None or size == 1:
             return full
         parts = [
-            stacked.chunk(size, self.shard_dim)[rank]
-            for stacked in full.chunk(self.num_stacked, self.shard_dim)
+            stacked.chunk(size, self.shard_dim)[rank] for stacked in full.chunk(self.num_stacked, self.shard_dim)
         ]
         return torch.cat(parts, self.shard_dim)
 

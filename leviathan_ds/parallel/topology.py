@@ -42,11 +42,7 @@ class LauncherEnvironment:
 
 def device() -> torch.device:
     """The device that this rank computes on."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def initialize(tensor_model_parallel_size: int) -> None:
@@ -81,10 +77,8 @@ def _initialize_process_group(environment: LauncherEnvironment) -> None:
         return
     if environment.world_size == 1:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        store = dist.HashStore()
-        dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo", store=store, rank=0, world_size=1
-        )
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=0, world_size=1)
     else:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=COLLECTIVE_TIMEOUT)
 
