@@ -34,8 +34,8 @@ def separable_product(
 
 
 def three_knots(
-    t: Float[Tensor, " *s"], num_knots: int, normalize: bool
-) -> tuple[Int[Tensor, " *s"], Float[Tensor, "three *s"], Float[Tensor, "three *s"]]:
+    t: Float[Tensor, "..."], num_knots: int, normalize: bool
+) -> tuple[Int[Tensor, "..."], Float[Tensor, "3 ..."], Float[Tensor, "3 ..."]]:
     """The only knots whose basis is not zero at t: index of the middle one, values, derivatives by t.
 
     Values outside the knots 0..κ-1 are zero, so a caller may pad the coefficients with anything finite.

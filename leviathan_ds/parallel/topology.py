@@ -76,7 +76,7 @@ def _initialize_process_group(environment: LauncherEnvironment) -> None:
     if dist.is_initialized():
         return
     if environment.world_size == 1:
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=0, world_size=1)
     else:

@@ -1,0 +1,55 @@
+"""Batches from datasets: stacked, with the distinct ids found on the CPU, prefetched by loader processes.
+
+b micro-batch, s sequence length, m distinct ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from leviathan_ds.data.sampler import GlobalBatchSampler
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One forward pass of one rank."""
+
+    tokens: Int[Tensor, "b s"]
+    labels: Int[Tensor, "b s"]
+    loss_mask: Float[Tensor, "b s"]
+    distinct_ids: Int[Tensor, " m"]
+    inverse: Int[Tensor, "b s"]
+
+    def _map(self, function: Any) -> Batch:
+        return Batch(*(function(tensor) for tensor in vars(self).values()))
+
+    def to(self, device: torch.device) -> Batch:
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        return self._map(torch.Tensor.pin_memory)
+
+
+def collate(samples: list[dict[str, Any]]) -> Batch:
+    """Stack GPTDataset's samples and find the batch's distinct ids."""
+    tokens, labels, mask = (torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask"))
+    distinct_ids, inverse = torch.unique(tokens, return_inverse=True)
+    return Batch(tokens, labels, mask, distinct_ids, inverse)
+
+
+def loader(dataset: Any, sampler: GlobalBatchSampler | list[list[int]], num_workers: int) -> DataLoader:
+    """A loader of `Batch`es in the sampler's order."""
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        prefetch_factor=4 if num_workers else None,
+    )

@@ -1,0 +1,114 @@
+"""The only place that starts DeepSpeed."""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.ops import __compatible_ops__
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from torch import Tensor, nn
+
+from leviathan_ds.config import TrainingConfig
+from leviathan_ds.parallel import ds_config, registry
+from leviathan_ds.parallel.mpu import MegatronMpu
+
+# On CPU DeepSpeed would compile a shared-memory collective at first use, a minute or more; a process killed
+# meanwhile leaves a lock on which every later run of the machine waits for ever. gloo serves without it.
+__compatible_ops__["deepspeed_shm_comm"] = False
+
+_logger = logging.getLogger(__name__)
+
+
+def check_keys(values: dict[str, Any], path: Path) -> None:
+    """Refuse keys of zero_optimization that DeepSpeed does not know. Raises ValueError with the nearest one."""
+    known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+    for key in values.get("zero_optimization", {}):
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.5)
+            hint = f"did you mean {near[0]}?" if near else "DeepSpeed has no such key"
+            raise ValueError(f"ds_config {path}: unknown key zero_optimization.{key}; {hint}")
+
+
+def initialize(
+    model: nn.Module, training: TrainingConfig, sequence_parallel: bool, config: dict[str, Any]
+) -> DeepSpeedEngine:
+    """Hand an initialised model to DeepSpeed, with everything that the registry knows about its parameters.
+
+    Args:
+        model: on its device, weights equal on all tensor-parallel ranks where replicated.
+        config: DeepSpeed's configuration, filled (`ds_config.fill`).
+    """
+    registry.mark_tensor_parallel(model)
+    registry.complete_partial_gradients(model, sequence_parallel)
+    if ds_config.offloads_optimizer(config):
+        _build_cpu_adam()
+    groups = registry.optimizer_groups(
+        model, training.weight_decay, training.decay_generator_vectors, training.generator_lr_scale
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=groups,  # pyright: ignore[reportArgumentType]
+        config=config,
+        mpu=MegatronMpu(),
+        dist_init_required=False,
+    )
+    return engine
+
+
+@contextmanager
+def gathered(parameter: Tensor, engine: DeepSpeedEngine) -> Iterator[Tensor]:
+    """The whole of this tensor-parallel rank's parameter, also where ZeRO-3 has partitioned it. Collective."""
+    if engine.zero_optimization_stage() < 3:
+        yield parameter
+    else:
+        with GatheredParameters([parameter]):
+            yield parameter
+
+
+def named_local_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter of this tensor-parallel rank, whole, one at a time. Collective under ZeRO-3."""
+    for name, parameter in engine.module.named_parameters():
+        with gathered(parameter, engine) as whole:
+            yield name, whole.detach()
+
+
+def _build_cpu_adam() -> None:
+    """Compile DeepSpeed's CPU Adam, safely against a build that was killed.
+
+    torch's build lock is a bare file that outlives its process. Ours is held by the operating system and
+    freed at death; whoever holds it finds any bare lock stale.
+    """
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "leviathan_ds" / "extensions"))
+    root.mkdir(parents=True, exist_ok=True)
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(root)
+    with (root / "build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for stale in root.glob("**/cpu_adam/lock"):
+            _logger.warning("removing %s, left by a build that was killed", stale)
+            stale.unlink()
+        from deepspeed.ops.op_builder import CPUAdamBuilder  # pyright: ignore
+
+        CPUAdamBuilder().load()
+
+
+def global_grad_norm(engine: DeepSpeedEngine) -> float | None:
+    """Norm of the whole gradient before clipping, or None where DeepSpeed does not compute one."""
+    norm = engine.get_global_grad_norm()
+    return float(norm) if isinstance(norm, (int, float, Tensor)) else None
+
+
+def synchronize() -> None:
+    """Wait for the device, so that a wall-clock time means something. For logging steps only."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
