@@ -1,6 +1,7 @@
 """What the command lines share: one form of error message and of exit status."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -35,7 +36,10 @@ def positive_int(text: str) -> int:
 
 
 def run(command: Callable[[], None]) -> int:
-    """Call `command` and return the exit status: 0, 2 for the user's mistake, 130 for Ctrl-C."""
+    """Call `command` and return the exit status: 0, 2 for the user's mistake, 130 for Ctrl-C.
+
+    SIGTERM (a batch system's end of time) unwinds like an exception, so that partial files go."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         command()
     except (UserError, OSError) as error:  # OSError names its file: permission, disk full, missing
@@ -44,4 +48,6 @@ def run(command: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         print("error: interrupted; nothing was left behind", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return 0
