@@ -125,9 +125,7 @@ class _Worker:
             status = self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return WorkerDied(f"worker {self.number} closed its pipe while {self.task}")
-        how = (
-            f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        )
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         hint = "; out of memory? try fewer --workers" if status == -signal.SIGKILL else ""
         return WorkerDied(f"worker {self.number} (process {self.process.pid}) {how} while {self.task}{hint}")
 

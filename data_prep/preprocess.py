@@ -210,9 +210,7 @@ def build_parser() -> cli.CommandParser:
     """The command line's options."""
     parser = cli.CommandParser("python -m data_prep.preprocess", "Encode documents into an indexed dataset.")
     add = parser.add_argument
-    add(
-        "--input", nargs="+", type=Path, required=True, help=".jsonl, .jsonl.gz or .jsonl.zst files, in order"
-    )
+    add("--input", nargs="+", type=Path, required=True, help=".jsonl, .jsonl.gz or .jsonl.zst files, in order")
     add("--tokenizer", type=Path, required=True, help="SentencePiece .model")
     add("--output_prefix", type=Path, required=True, help="the dataset's path without a suffix")
     add("--workers", type=cli.positive_int, default=2, help="encoding processes; the output is the same")

@@ -179,9 +179,7 @@ def build_parser() -> cli.CommandParser:
         default=8192,
         help="number of pieces, bytes and controls included",
     )
-    add(
-        "--model_type", choices=get_args(ModelType), default="bpe", help="bpe exports exactly to Hugging Face"
-    )
+    add("--model_type", choices=get_args(ModelType), default="bpe", help="bpe exports exactly to Hugging Face")
     add("--sample_bytes", type=cli.positive_int, default=16_000_000, help="train on at most this much text")
     add("--seed", type=int, default=0, help="of the sample")
     add("--no_split_digits", action="store_true", help="let digits form longer pieces")

@@ -1,7 +1,7 @@
 """What a run is made of: frozen dataclasses, their checks, and the numbers that follow from them.
 
 Opens no file and imports nothing heavy. `leviathan_ds.recipe` reads these from YAML and the command line;
-every other room takes them as arguments. A value that cannot work raises ValueError naming the key and the
+every other room takes them as arguments. A value that cannot work raises UserError naming the key and the
 way out, before any process group or model exists.
 
 Names are Megatron's where it has one. V vocabulary, D hidden size, k coordinates, b base, d seed size,
@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from data_prep.errors import UserError
+
 EmbeddingKind = Literal["leviathan", "dense_tied", "dense_untied"]
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
@@ -21,7 +23,7 @@ WandbMode = Literal["off", "offline", "online"]
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def integer_root(value: int, degree: int) -> int:
@@ -300,7 +302,7 @@ class Recipe:
     def with_vocabulary(self, vocab_size: int) -> Recipe:
         """This recipe with an open `model.vocab_size` filled in.
 
-        Raises ValueError when the recipe names a smaller vocabulary than the tokenizer's. A larger one is
+        Raises UserError when the recipe names a smaller vocabulary than the tokenizer's. A larger one is
         allowed: the paper's 200,376 rows serve a tokenizer of 200,019.
         """
         named = self.model.vocab_size
@@ -313,7 +315,7 @@ class Recipe:
     def gradient_accumulation_steps(self, world_size: int) -> int:
         """Micro-batches per optimizer step on each data-parallel rank.
 
-        Raises ValueError naming the data-parallel size and batch sizes that would do.
+        Raises UserError naming the data-parallel size and batch sizes that would do.
         """
         tp = self.parallel.tensor_model_parallel_size
         _require(
@@ -327,7 +329,7 @@ class Recipe:
         if batch % per_pass:
             nearest = max(1, round(batch / per_pass))
             choices = sorted({per_pass * max(1, nearest + step) for step in (-1, 0, 1, 2)})[:3]
-            raise ValueError(
+            raise UserError(
                 f"training.global_batch_size = {batch} is not a multiple of training.micro_batch_size × "
                 f"data-parallel size = {self.training.micro_batch_size} × {data_parallel_size} "
                 f"({world_size} ranks / TP {tp}); global batch sizes that would do: "

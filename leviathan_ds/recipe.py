@@ -1,7 +1,7 @@
 """Recipes: YAML files and command-line overrides into `config.Recipe`, and back.
 
 A recipe file holds any part of the configuration; the command line wins over it (`--training.lr 3e-4`).
-Every mistake is one ValueError line that names the file or key and what would do.
+Every mistake is one UserError line that names the file or key and what would do.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
+from data_prep.errors import UserError
 from leviathan_ds import config
 from leviathan_ds.config import Recipe
 
@@ -33,38 +34,38 @@ def build_parser(description: str) -> ArgumentParser:
 def parse(parser: ArgumentParser, arguments: list[str], default_config: Path | None = None) -> tuple[Recipe, Any]:
     """Parse a command line into the recipe and the namespace with the parser's other options.
 
-    Raises ValueError with one line for every mistake.
+    Raises UserError with one line for every mistake.
     """
     try:
         path = _option(arguments, "--config") or default_config
         if path is not None:
-            parser.set_defaults(_flatten(_checked_values(parser, Path(path))))
+            parser.set_defaults(_flatten(_checked_values(Path(path))))
         namespace = parser.instantiate(parser.parse_args(arguments))
     except (ArgumentError, TypeError) as error:
-        raise ValueError(_one_line(str(error), arguments)) from None
+        raise UserError(_one_line(str(error), arguments)) from None
     sections = {field.name: getattr(namespace, field.name) for field in dataclasses.fields(Recipe)}
     return Recipe(**sections), namespace
 
 
-def _checked_values(parser: ArgumentParser, path: Path) -> dict[str, Any]:
+def _checked_values(path: Path) -> dict[str, Any]:
     values = read_recipe_file(path)
     try:
-        parser.parse_object(values)
+        build_parser("recipe").parse_object(values)
     except (ArgumentError, TypeError, ValueError) as error:
-        raise ValueError(f"recipe {path}: {' '.join(str(error).split())}") from None
+        raise UserError(f"recipe {path}: {' '.join(str(error).split())}") from None
     return values
 
 
 def read_recipe_file(path: Path) -> dict[str, Any]:
-    """The mapping in a recipe file, its keys checked. Raises ValueError with file, key and nearest known key."""
+    """The mapping in a recipe file, its keys checked. Raises UserError with file, key and nearest known key."""
     try:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ValueError(f"recipe {path}: {error.strerror}; see recipes/ for the ones that ship") from None
+        raise UserError(f"recipe {path}: {error.strerror}; see recipes/ for the ones that ship") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"recipe {path}: not YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"recipe {path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"recipe {path}: expected sections such as model: and training:")
+        raise UserError(f"recipe {path}: expected sections such as model: and training:")
     _check_keys(path, values, Recipe, "")
     wandb = values.get("run") or {}
     if wandb.get("wandb") is False:  # YAML 1.1 reads a bare `off` as false
@@ -78,10 +79,10 @@ def _check_keys(path: Path, values: dict[str, Any], section: type, prefix: str) 
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1, 0.5)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
-            raise ValueError(f"recipe {path}: unknown key {prefix}{key}; {hint}")
+            raise UserError(f"recipe {path}: unknown key {prefix}{key}; {hint}")
         if dataclasses.is_dataclass(known[key]):
             if not isinstance(value, dict):
-                raise ValueError(f"recipe {path}: {prefix}{key} must be a section with keys, got {value!r}")
+                raise UserError(f"recipe {path}: {prefix}{key} must be a section with keys, got {value!r}")
             _check_keys(path, value, known[key], f"{prefix}{key}.")  # pyright: ignore[reportArgumentType]
 
 
@@ -97,7 +98,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 
 def load(path: Path) -> Recipe:
-    """A recipe from its file alone. Raises ValueError."""
+    """A recipe from its file alone. Raises UserError."""
     return parse(build_parser("recipe"), ["--config", str(path)])[0]
 
 

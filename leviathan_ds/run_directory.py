@@ -15,14 +15,33 @@ RUN/checkpoints/step_00000100/     written aside, renamed when whole
 from __future__ import annotations
 
 import json
-import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from data_prep.errors import UserError
+from data_prep.files import written_aside
+
 RECIPE, DS_CONFIG, TOKENIZER = "recipe.yaml", "ds_config.json", "tokenizer.model"
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+METRICS, SUMMARY, WANDB_ID = "metrics.jsonl", "summary.json", "wandb_id"
 CHECKPOINTS, MANIFEST, TRAINER_STATE = "checkpoints", "manifest.json", "trainer_state.json"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What the trainer must know to go on, beside the engine's own state."""
+
+    step: int
+    consumed_samples: int
+    layout: dict[str, Any]  # tensor and data parallel sizes, ZeRO stage, precision
+    data_fingerprints: list[str]
+    wandb_id: str | None
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """The trainer's state in a complete checkpoint."""
+    return TrainerState(**json.loads((checkpoint / TRAINER_STATE).read_text()))
 
 
 def checkpoint_name(step: int) -> str:
@@ -57,16 +76,16 @@ def incompleteness(checkpoint: Path) -> str | None:
 def find_checkpoint(path: Path) -> Path:
     """The checkpoint that a user means by a run directory (its last complete one) or by its own folder.
 
-    Raises ValueError naming the path when there is none.
+    Raises UserError naming the path when there is none.
     """
     if (path / TRAINER_STATE).is_file():
         reason = incompleteness(path)
         if reason is not None:
-            raise ValueError(f"the checkpoint {path} is not complete ({reason}); choose another one")
+            raise UserError(f"the checkpoint {path} is not complete ({reason}); choose another one")
         return path
     complete = complete_checkpoints(path)
     if not complete:
-        raise ValueError(f"{path} holds no complete checkpoint; give a run directory or one of its checkpoints")
+        raise UserError(f"{path} holds no complete checkpoint; give a run directory or one of its checkpoints")
     return complete[-1]
 
 
@@ -75,14 +94,10 @@ def run_of(checkpoint: Path) -> Path:
     return checkpoint.resolve().parent.parent
 
 
-def write_atomically(path: Path, content: str) -> None:
+def write_text(path: Path, content: str) -> None:
     """Write a small text file so that a reader sees the old one or the new one, never a part."""
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("w") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with written_aside(path) as file:
+        file.write(content.encode())
 
 
 def update_summary(run_dir: Path, **values: Any) -> dict[str, Any]:
@@ -90,5 +105,5 @@ def update_summary(run_dir: Path, **values: Any) -> dict[str, Any]:
     path = run_dir / SUMMARY
     summary = json.loads(path.read_text()) if path.is_file() else {}
     summary.update(values)
-    write_atomically(path, json.dumps(summary, indent=2) + "\n")
+    write_text(path, json.dumps(summary, indent=2) + "\n")
     return summary

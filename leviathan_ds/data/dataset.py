@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from data_prep.indexed import check_dataset
-from data_prep.manifest import Manifest, dataset_tokenizer_path, load_manifest
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
+from data_prep.errors import UserError
+from data_prep.files import dataset_tokenizer_path
+from data_prep.indexed import check_dataset
+from data_prep.manifest import Manifest, load_manifest
 from leviathan_ds.config import DataConfig
 
 # GPTDataset is asked for a little more than a blend needs, because the blend rounds for each dataset.
@@ -51,11 +53,11 @@ class CheckedData:
 def check_data(config: DataConfig) -> CheckedData:
     """Look at every dataset of the recipe before anything is built.
 
-    Raises ValueError naming the file and what is wrong: missing or truncated files, another tokenizer than
+    Raises UserError naming the file and what is wrong: missing or truncated files, another tokenizer than
     the recipe's or than its neighbours'.
     """
     if not config.prefixes:
-        raise ValueError(
+        raise UserError(
             "data.prefixes is empty; prepare a dataset (python -m data_prep.preprocess) and name its prefix"
         )
     prefixes = tuple(Path(prefix) for prefix in config.prefixes)
@@ -68,7 +70,7 @@ def check_data(config: DataConfig) -> CheckedData:
         found = manifest.tokenizer.fingerprint
         if found != expected:
             source = "data.tokenizer_fingerprint" if config.tokenizer_fingerprint else f"the one of {prefixes[0]}"
-            raise ValueError(
+            raise UserError(
                 f"{prefix} was encoded with the tokenizer {found[:12]}, but {source} is {expected[:12]}; "
                 "encode it again with that tokenizer or change the recipe"
             )
@@ -92,7 +94,7 @@ def build_datasets(config: DataConfig, data: CheckedData, num_train_samples: int
     The indices are built once and cached beside the dataset under a name made from its content and from
     everything that shapes them. Safe to call on every rank and node at once.
 
-    Raises ValueError when a split has no document or too few tokens for one sample.
+    Raises UserError when a split has no document or too few tokens for one sample.
     """
     train = _blend(config, data, num_train_samples, Split.train)
     validation = _blend(config, data, None, Split.valid)
@@ -115,13 +117,15 @@ def _blend(config: DataConfig, data: CheckedData, num_samples: int | None, split
     return BlendedDataset(parts, list(shares), num_samples, replace(parts[0].config, path_to_cache=None))
 
 
-def _open(config: DataConfig, prefix: Path, manifest: Manifest, num_samples: int | None, split: Split) -> GPTDataset:
+def _open(
+    config: DataConfig, prefix: Path, manifest: Manifest, num_samples: int | None, split: Split
+) -> GPTDataset:
     indexed = IndexedDataset(str(prefix), multimodal=False, mmap=True)
     held_out = validation_documents(len(indexed.sequence_lengths), config.validation_fraction)
     documents = np.flatnonzero(held_out if split is Split.valid else ~held_out).astype(np.int32)
     tokens = int(indexed.sequence_lengths[documents].sum(dtype=np.int64)) if len(documents) else 0
     if tokens <= config.sequence_length:
-        raise ValueError(
+        raise UserError(
             f"{prefix}: the {'validation' if split is Split.valid else 'training'} split has {len(documents)} of "
             f"{len(held_out)} documents and {tokens} tokens, too few for one sample of {config.sequence_length}; "
             "change data.validation_fraction or add documents"

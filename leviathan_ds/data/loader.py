@@ -38,7 +38,9 @@ class Batch:
 
 def collate(samples: list[dict[str, Any]]) -> Batch:
     """Stack GPTDataset's samples and find the batch's distinct ids."""
-    tokens, labels, mask = (torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask"))
+    tokens, labels, mask = (
+        torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask")
+    )
     distinct_ids, inverse = torch.unique(tokens, return_inverse=True)
     return Batch(tokens, labels, mask, distinct_ids, inverse)
 

@@ -4,7 +4,7 @@ s sequence, b batch, n attention heads of this rank, g query groups of this rank
 """
 
 # Megatron's annotations of its specs are narrower than what it builds from.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportReturnType=false
 from __future__ import annotations
 
 from typing import Any

@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from data_prep.errors import UserError
 from leviathan_ds.parallel import registry, topology
 
 
@@ -24,11 +25,11 @@ def shard_file(tensor_parallel_rank: int) -> str:
 def full_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of a checkpoint, unsharded, one at a time (vocabulary rows still padded).
 
-    Raises ValueError when there is no weight file.
+    Raises UserError when there is no weight file.
     """
     paths = sorted(checkpoint.glob("weights_tp*.safetensors"))
     if not paths:
-        raise ValueError(f"{checkpoint} holds no weights_tp*.safetensors; it is not a checkpoint of this trainer")
+        raise UserError(f"{checkpoint} holds no weights_tp*.safetensors; it is not a checkpoint of this trainer")
     with ExitStack() as stack:
         shards = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
         for name in shards[0].keys():
@@ -39,14 +40,14 @@ def load_full_weights(model: nn.Module, checkpoint: Path) -> None:
     """Fill a model of any tensor-parallel degree from a checkpoint of any other.
 
     Vocabulary rows beyond the true vocabulary may differ in number (padding depends on the degree) and are
-    left as they are: no computation reads them. Raises ValueError when names or shapes do not match.
+    left as they are: no computation reads them. Raises UserError when names or shapes do not match.
     """
     rank, size = topology.tensor_parallel_rank(), topology.tensor_parallel_size()
     parameters = {name: (parameter, rule) for name, parameter, rule in registry.named_rules(model)}
     seen = set()
     for name, full in full_weights(checkpoint):
         if name not in parameters:
-            raise ValueError(f"{checkpoint} holds {name}, which the recipe's model does not have")
+            raise UserError(f"{checkpoint} holds {name}, which the recipe's model does not have")
         parameter, rule = parameters[name]
         shape = rule.full_shape(parameter.shape, size)
         if rule.is_vocabulary and full.shape[0] != shape[0]:
@@ -55,10 +56,10 @@ def load_full_weights(model: nn.Module, checkpoint: Path) -> None:
             resized[:rows] = full[:rows]
             full = resized
         if list(full.shape) != shape:
-            raise ValueError(f"{checkpoint}: {name} is {list(full.shape)}, the recipe's model wants {shape}")
+            raise UserError(f"{checkpoint}: {name} is {list(full.shape)}, the recipe's model wants {shape}")
         with torch.no_grad():
             parameter.copy_(rule.shard(full, rank, size))
         seen.add(name)
     missing = parameters.keys() - seen
     if missing:
-        raise ValueError(f"{checkpoint} lacks {', '.join(sorted(missing))}")
+        raise UserError(f"{checkpoint} lacks {', '.join(sorted(missing))}")

@@ -13,17 +13,50 @@ import math
 from pathlib import Path
 from typing import Any
 
+from data_prep.errors import UserError
 from leviathan_ds.config import Recipe
 
 # DeepSpeed ignores unknown top-level keys without a word; these are the ones that it reads.
 TOP_LEVEL_KEYS = (
-    "activation_checkpointing aio autotuning bf16 checkpoint comms_logger communication_data_type compression_training "
-    "csv_monitor data_efficiency data_types dataloader_drop_last disable_allgather disable_python_gc dump_state "
-    "elasticity flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping "
-    "gradient_predivide_factor log_level memory_breakdown optimizer prescale_gradients scheduler steps_per_print "
-    "tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu wall_clock_breakdown wandb "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization"
-).split()
+    "activation_checkpointing",
+    "aio",
+    "autotuning",
+    "bf16",
+    "checkpoint",
+    "comms_logger",
+    "communication_data_type",
+    "compression_training",
+    "csv_monitor",
+    "data_efficiency",
+    "data_types",
+    "dataloader_drop_last",
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "elasticity",
+    "flops_profiler",
+    "fp16",
+    "gradient_accumulation_steps",
+    "gradient_allreduce_op",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "log_level",
+    "memory_breakdown",
+    "optimizer",
+    "prescale_gradients",
+    "scheduler",
+    "steps_per_print",
+    "tensorboard",
+    "timers",
+    "torch_autocast",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "wall_clock_breakdown",
+    "wandb",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+)
 
 # Sections of DeepSpeed that would act behind the trainer's back, and where the same thing is set.
 OWNED_ELSEWHERE = {
@@ -41,26 +74,26 @@ OWNED_ELSEWHERE = {
 def read(path: Path) -> dict[str, Any]:
     """The JSON object in a DeepSpeed configuration file.
 
-    Raises ValueError naming the file, and for bad JSON the line and column.
+    Raises UserError naming the file, and for bad JSON the line and column.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         twice = next((key for key in keys if keys.count(key) > 1), None)
         if twice is not None:
-            raise ValueError(f"ds_config {path}: the key {twice!r} stands twice")
+            raise UserError(f"ds_config {path}: the key {twice!r} stands twice")
         return dict(pairs)
 
     try:
         values = json.loads(path.read_text(), object_pairs_hook=unique)
     except OSError as error:
-        raise ValueError(f"ds_config {path}: {error.strerror}; ds_configs/ holds the ones that ship") from None
+        raise UserError(f"ds_config {path}: {error.strerror}; ds_configs/ holds the ones that ship") from None
     except json.JSONDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"ds_config {path}: not JSON: {error.msg} at line {error.lineno} column {error.colno}"
         ) from None
     if not isinstance(values, dict):
-        raise ValueError(f"ds_config {path}: expected an object with keys such as zero_optimization")
+        raise UserError(f"ds_config {path}: expected an object with keys such as zero_optimization")
     return values
 
 
@@ -72,7 +105,7 @@ def fill(values: dict[str, Any], recipe: Recipe, world_size: int, path: Path) ->
         world_size: number of ranks of the job.
         path: the file, for messages.
 
-    Raises ValueError naming the file, the key, its value and the recipe's.
+    Raises UserError naming the file, the key, its value and the recipe's.
     """
     filled = copy.deepcopy(values)
     _check_top_level(filled, path)
@@ -91,7 +124,10 @@ def fill(values: dict[str, Any], recipe: Recipe, world_size: int, path: Path) ->
             "gradient_clipping": ("training.clip_grad", training.clip_grad),
             "bf16.enabled": ("training.precision", training.precision == "bf16"),
             "optimizer.params.lr": ("training.lr", training.lr),
-            "optimizer.params.betas": ("training.adam_beta1, adam_beta2", [training.adam_beta1, training.adam_beta2]),
+            "optimizer.params.betas": (
+                "training.adam_beta1, adam_beta2",
+                [training.adam_beta1, training.adam_beta2],
+            ),
             "optimizer.params.eps": ("training.adam_eps", training.adam_eps),
             "optimizer.params.weight_decay": ("training.weight_decay", training.weight_decay),
         },
@@ -99,11 +135,11 @@ def fill(values: dict[str, Any], recipe: Recipe, world_size: int, path: Path) ->
     _settle_scheduler(filled, recipe, path)
     filled["optimizer"].setdefault("type", "AdamW")
     if filled["optimizer"]["type"] != "AdamW":
-        raise ValueError(
+        raise UserError(
             f"ds_config {path}: optimizer.type is {filled['optimizer']['type']!r}; the trainer uses AdamW"
         )
     if training.precision == "bf16" and zero_stage(filled) == 0:
-        raise ValueError(
+        raise UserError(
             f"ds_config {path}: bf16 with ZeRO stage 0 computes a wrong gradient norm under tensor parallelism; "
             "use stage 1 or higher, or training.precision fp32"
         )
@@ -124,17 +160,17 @@ def offloads_optimizer(values: dict[str, Any]) -> bool:
 def _check_top_level(values: dict[str, Any], path: Path) -> None:
     for key, value in values.items():
         if key in OWNED_ELSEWHERE and (not isinstance(value, dict) or value.get("enabled", True) is not False):
-            raise ValueError(f"ds_config {path}: {key}: {OWNED_ELSEWHERE[key]}")
+            raise UserError(f"ds_config {path}: {key}: {OWNED_ELSEWHERE[key]}")
         if key not in TOP_LEVEL_KEYS:
             near = difflib.get_close_matches(key, TOP_LEVEL_KEYS, 1, 0.5)
             hint = f"did you mean {near[0]}?" if near else "DeepSpeed has no such key"
-            raise ValueError(f"ds_config {path}: unknown key {key}; {hint}")
+            raise UserError(f"ds_config {path}: unknown key {key}; {hint}")
     for section in ("optimizer", "zero_optimization", "bf16", "scheduler"):
         if not isinstance(values.get(section, {}), dict):
-            raise ValueError(f"ds_config {path}: {section} must be an object, got {values[section]!r}")
+            raise UserError(f"ds_config {path}: {section} must be an object, got {values[section]!r}")
     stage = values.get("zero_optimization", {}).get("stage", 0)
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
-        raise ValueError(f"ds_config {path}: zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
+        raise UserError(f"ds_config {path}: zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")
 
 
 def _settle(values: dict[str, Any], path: Path, wanted: dict[str, tuple[str, Any]]) -> None:
@@ -146,7 +182,7 @@ def _settle(values: dict[str, Any], path: Path, wanted: dict[str, tuple[str, Any
             section = section.setdefault(name, {})
         explicit = section.get(leaf, "auto")
         if explicit != "auto" and not _equal(explicit, value):
-            raise ValueError(
+            raise UserError(
                 f"ds_config {path}: {key} = {json.dumps(explicit)} contradicts the recipe's {recipe_key} = "
                 f'{json.dumps(value)}; change one of them, or write "auto"'
             )
@@ -159,7 +195,7 @@ def _settle_scheduler(values: dict[str, Any], recipe: Recipe, path: Path) -> Non
     if scheduler is None:
         return
     if scheduler.get("type") != "WarmupCosineLR":
-        raise ValueError(
+        raise UserError(
             f"ds_config {path}: scheduler.type is {scheduler.get('type')!r}; the trainer's schedule is a linear "
             'warm-up and a cosine (training.warmup_steps, lr, min_lr): remove the section or use "WarmupCosineLR"'
         )
@@ -190,6 +226,6 @@ def _equal(one: Any, other: Any) -> bool:
 def _refuse_leftover_auto(values: dict[str, Any], path: Path, prefix: str = "") -> None:
     for key, value in values.items():
         if value == "auto":
-            raise ValueError(f'ds_config {path}: {prefix}{key} is "auto", but the recipe has no value for it')
+            raise UserError(f'ds_config {path}: {prefix}{key} is "auto", but the recipe has no value for it')
         if isinstance(value, dict):
             _refuse_leftover_auto(value, path, f"{prefix}{key}.")

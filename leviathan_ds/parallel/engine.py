@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import fcntl
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -19,8 +18,9 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import Tensor, nn
 
+from data_prep.errors import UserError
 from leviathan_ds.config import TrainingConfig
-from leviathan_ds.parallel import ds_config, registry
+from leviathan_ds.parallel import ds_config, launch, registry
 from leviathan_ds.parallel.mpu import MegatronMpu
 
 # On CPU DeepSpeed would compile a shared-memory collective at first use, a minute or more; a process killed
@@ -31,13 +31,13 @@ _logger = logging.getLogger(__name__)
 
 
 def check_keys(values: dict[str, Any], path: Path) -> None:
-    """Refuse keys of zero_optimization that DeepSpeed does not know. Raises ValueError with the nearest one."""
+    """Refuse keys of zero_optimization that DeepSpeed does not know. Raises UserError with the nearest one."""
     known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
     for key in values.get("zero_optimization", {}):
         if key not in known:
             near = difflib.get_close_matches(key, known, 1, 0.5)
             hint = f"did you mean {near[0]}?" if near else "DeepSpeed has no such key"
-            raise ValueError(f"ds_config {path}: unknown key zero_optimization.{key}; {hint}")
+            raise UserError(f"ds_config {path}: unknown key zero_optimization.{key}; {hint}")
 
 
 def initialize(
@@ -78,7 +78,8 @@ def gathered(parameter: Tensor, engine: DeepSpeedEngine) -> Iterator[Tensor]:
 
 def named_local_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of this tensor-parallel rank, whole, one at a time. Collective under ZeRO-3."""
-    for name, parameter in engine.module.named_parameters():
+    module = cast(nn.Module, engine.module)
+    for name, parameter in module.named_parameters():
         with gathered(parameter, engine) as whole:
             yield name, whole.detach()
 
@@ -90,16 +91,19 @@ def _build_cpu_adam() -> None:
     freed at death; whoever holds it finds any bare lock stale.
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "leviathan_ds" / "extensions"))
-    root.mkdir(parents=True, exist_ok=True)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(root)
-    with (root / "build.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with launch.locked(root / "build.lock"):
         for stale in root.glob("**/cpu_adam/lock"):
             _logger.warning("removing %s, left by a build that was killed", stale)
             stale.unlink()
         from deepspeed.ops.op_builder import CPUAdamBuilder  # pyright: ignore
 
         CPUAdamBuilder().load()
+
+
+def parameter_groups(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups, whose "lr" the loop sets; "lr_scale" is the registry's."""
+    return engine.optimizer.param_groups  # pyright: ignore[reportOptionalMemberAccess,reportAttributeAccessIssue]
 
 
 def global_grad_norm(engine: DeepSpeedEngine) -> float | None:

@@ -1,4 +1,4 @@
-"""Process groups, devices and threads: the one place that reads a launcher's environment.
+"""Process groups, devices and threads: who is where, and on what.
 
 Everything above asks here for ranks and for the device, so that the same code runs on GPUs with NCCL and on
 CPUs with gloo.
@@ -8,36 +8,16 @@ from __future__ import annotations
 
 import datetime
 import os
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as megatron_random
 
+from leviathan_ds.parallel.launch import LaunchEnvironment
+
 # DeepSpeed's default of 30 minutes keeps a whole cluster waiting for one dead rank.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
-
-
-@dataclass(frozen=True)
-class LauncherEnvironment:
-    """What `deepspeed` (or torchrun) tells a rank about itself; a lone process is rank 0 of 1."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-
-    @staticmethod
-    def read() -> LauncherEnvironment:
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        local = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size
-        return LauncherEnvironment(
-            rank=int(os.environ.get("RANK", 0)),
-            local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-            world_size=world_size,
-            local_world_size=int(local),
-        )
 
 
 def device() -> torch.device:
@@ -50,7 +30,7 @@ def initialize(tensor_model_parallel_size: int) -> None:
 
     Collective over all ranks. Ranks of one tensor-parallel group are neighbours, so that TP stays in a node.
     """
-    environment = LauncherEnvironment.read()
+    environment = LaunchEnvironment.read()
     if torch.cuda.is_available():
         torch.cuda.set_device(environment.local_rank)
     else:
@@ -63,7 +43,7 @@ def initialize(tensor_model_parallel_size: int) -> None:
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
 
-def _prepare_cpu(environment: LauncherEnvironment) -> None:
+def _prepare_cpu(environment: LaunchEnvironment) -> None:
     # The device shim: megatron-core's buffers, sequence-parallel collectives and rotary embedding ask
     # torch.cuda.current_device() where to allocate. Without a GPU the answer is the CPU.
     torch.cuda.current_device = lambda: torch.device("cpu")  # pyright: ignore[reportAttributeAccessIssue]
@@ -72,7 +52,7 @@ def _prepare_cpu(environment: LauncherEnvironment) -> None:
         torch.set_num_threads(max(1, cores // environment.local_world_size))
 
 
-def _initialize_process_group(environment: LauncherEnvironment) -> None:
+def _initialize_process_group(environment: LaunchEnvironment) -> None:
     if dist.is_initialized():
         return
     if environment.world_size == 1:

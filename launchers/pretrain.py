@@ -1,0 +1,57 @@
+"""Pretrain a model: deepspeed launchers/pretrain.py --ds_config ds_configs/zero2.json [--config RECIPE]"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from pathlib import Path
+
+from data_prep.errors import UserError
+from data_prep.sample import DEMO_PREFIX, prepare_demo
+from leviathan_ds import recipe as recipes
+from leviathan_ds.parallel.launch import LaunchEnvironment, locked
+
+DEMO_RECIPE = Path(__file__).parent.parent / "recipes" / "demo.yaml"
+
+
+def main(arguments: list[str]) -> None:
+    environment = LaunchEnvironment.read()
+    parser = recipes.build_parser(str(__doc__))
+    parser.add_argument("--ds_config", type=str, required=True, help="DeepSpeed's JSON, see ds_configs/")
+    parser.add_argument("--run_dir", type=str, default=None, help="where the run is kept; default runs/RECIPE")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
+    recipe, options = recipes.parse(parser, arguments, default_config=DEMO_RECIPE)
+    run_dir = Path(options.run_dir or Path("runs") / Path(options.config or DEMO_RECIPE).stem)
+    if options.config is None and recipe.data.prefixes == (str(DEMO_PREFIX),):
+        with locked(DEMO_PREFIX.with_name("prepare.lock")):
+            prepare_demo()
+
+    quiet_libraries()
+    from leviathan_ds.parallel import topology
+    from leviathan_ds.training import job, loop
+
+    checked = job.prepare(recipe, Path(options.ds_config), run_dir, environment.world_size)
+    if checked.finished:
+        if environment.rank == 0:
+            print(f"{run_dir} is done: all {recipe.training.train_steps} steps were trained, nothing to do")
+        return
+    try:
+        loop.run(checked)
+    finally:
+        topology.shutdown()
+
+
+def quiet_libraries() -> None:
+    """Warnings about missing GPU kernels and informative chatter say nothing to act on."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        if LaunchEnvironment.read().rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

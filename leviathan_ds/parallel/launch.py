@@ -1,0 +1,71 @@
+"""What the launcher told this process, before any process group exists. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from data_prep.errors import UserError
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """A rank's place as `deepspeed` (or torchrun) set it; a lone process is rank 0 of 1."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @staticmethod
+    def read() -> LaunchEnvironment:
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        local = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size
+        return LaunchEnvironment(
+            rank=int(os.environ.get("RANK", "0")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            world_size=int(world_size),
+            local_world_size=int(local),
+        )
+
+
+def check_hostfile() -> None:
+    """Refuse a --hostfile that does not exist.
+
+    DeepSpeed only warns and trains on this node alone, so the command line of the launcher above this
+    process is read. Raises UserError naming the file.
+    """
+    for ancestor in psutil.Process().parents():
+        try:
+            arguments = ancestor.cmdline()
+        except psutil.Error:
+            continue
+        launcher = any(Path(argument).name in {"deepspeed", "ds", "runner.py"} for argument in arguments[:4])
+        if not launcher and "deepspeed.launcher.runner" not in arguments:
+            continue
+        for index, argument in enumerate(arguments):
+            name, _, value = argument.partition("=")
+            if name not in {"-H", "--hostfile"}:
+                continue
+            hostfile = Path(ancestor.cwd()) / (value or arguments[index + 1])
+            if not hostfile.is_file():
+                raise UserError(
+                    f"--hostfile {hostfile} does not exist; DeepSpeed would train on this node alone. "
+                    "Give a file with lines such as `worker-1 slots=8`, or leave the option out"
+                )
+        return
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file among the processes of a machine; freed when its holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

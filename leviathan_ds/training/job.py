@@ -1,0 +1,100 @@
+"""A run before it starts: everything that can be refused is refused here, in one process, in seconds.
+
+Nothing is written, no process group exists and no model is built until `prepare` has returned.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.errors import UserError
+from data_prep.files import written_aside
+from leviathan_ds import recipe as recipes
+from leviathan_ds import run_directory
+from leviathan_ds.config import Recipe
+from leviathan_ds.data.dataset import CheckedData, build_datasets, check_data
+from leviathan_ds.parallel import ds_config, launch
+
+# Differences between a run's first recipe and today's that change neither weights nor sample order.
+_MAY_DIFFER = ("run.", "data.num_workers", "data.prefixes", "training.recompute", "training.loss_chunk_tokens")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked run. `resume_from` is its last complete checkpoint, None at the start."""
+
+    recipe: Recipe
+    ds_config: dict[str, Any]
+    run_dir: Path
+    data: CheckedData
+    train_dataset: Any
+    validation_dataset: Any
+    resume_from: Path | None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last checkpoint is the recipe's last step."""
+        if self.resume_from is None:
+            return False
+        return run_directory.read_state(self.resume_from).step >= self.recipe.training.train_steps
+
+    @property
+    def num_passes(self) -> int:
+        """Micro-batches of a step on each rank."""
+        return self.ds_config["gradient_accumulation_steps"]
+
+
+def prepare(recipe: Recipe, ds_config_path: Path, run_dir: Path, world_size: int) -> Job:
+    """Check recipe, DeepSpeed configuration, data and run directory against each other, and open the data.
+
+    Raises UserError, one line that names the file or key and the way out.
+    """
+    from leviathan_ds.parallel import engine
+
+    launch.check_hostfile()
+    values = ds_config.read(ds_config_path)
+    filled = ds_config.fill(values, recipe, world_size, ds_config_path)
+    engine.check_keys(values, ds_config_path)
+    data = check_data(recipe.data)
+    recipe = recipe.with_vocabulary(data.vocab_size)
+    _check_run_dir(run_dir, recipe)
+    complete = run_directory.complete_checkpoints(run_dir)
+    with launch.locked(data.prefixes[0].with_name(data.prefixes[0].name + ".index_cache") / "build.lock"):
+        train, validation = build_datasets(
+            recipe.data, data, recipe.training.train_steps * recipe.training.global_batch_size
+        )
+    return Job(recipe, filled, run_dir, data, train, validation, complete[-1] if complete else None)
+
+
+def _check_run_dir(run_dir: Path, recipe: Recipe) -> None:
+    path = run_dir / run_directory.RECIPE
+    if not path.is_file():
+        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+            raise UserError(f"{run_dir} exists and is not a run of this trainer; choose another --run_dir")
+        return
+    differing = {
+        key: values
+        for key, values in recipes.differences(recipes.load(path), recipe).items()
+        if not key.startswith(_MAY_DIFFER)
+    }
+    if differing:
+        told = ", ".join(f"{key} {there!r} there and {here!r} now" for key, (there, here) in differing.items())
+        raise UserError(
+            f"{run_dir} was started with another recipe: {told}; "
+            "take another --run_dir, or the old values to resume"
+        )
+
+
+def write_run_dir(job: Job) -> None:
+    """Create the run directory's description: recipe, DeepSpeed's configuration, tokenizer. Rank 0 only."""
+    job.run_dir.mkdir(parents=True, exist_ok=True)
+    run_directory.write_text(job.run_dir / run_directory.DS_CONFIG, json.dumps(job.ds_config, indent=2) + "\n")
+    tokenizer = job.run_dir / run_directory.TOKENIZER
+    if not tokenizer.is_file():
+        with written_aside(tokenizer) as file:
+            file.write(job.data.tokenizer_path.read_bytes())
+    # Last: its presence makes the directory a run.
+    run_directory.write_text(job.run_dir / run_directory.RECIPE, recipes.to_yaml(job.recipe))

@@ -1,0 +1,222 @@
+"""The training loop: step, log, evaluate, save."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from megatron.core import parallel_state
+from torch import Tensor
+
+from data_prep.tokenizers import load_tokenizer
+from leviathan_ds import run_directory
+from leviathan_ds.config import Recipe
+from leviathan_ds.data.loader import loader
+from leviathan_ds.data.sampler import GlobalBatchSampler
+from leviathan_ds.model.initialization import initialize_weights
+from leviathan_ds.model.language_model import LanguageModel
+from leviathan_ds.parallel import ds_config, registry, topology
+from leviathan_ds.parallel import engine as engines
+from leviathan_ds.training import checkpoint
+from leviathan_ds.training.evaluate import Evaluation, evaluate, validation_batches
+from leviathan_ds.training.job import Job, write_run_dir
+from leviathan_ds.training.metrics import Metrics
+from leviathan_ds.training.schedule import learning_rate
+from leviathan_ds.training.step import train_step
+
+
+def run(job: Job) -> None:
+    """Train a job to its last step, from its last checkpoint if it has one. Collective over all ranks."""
+    recipe = job.recipe
+    topology.initialize(recipe.parallel.tensor_model_parallel_size)
+    layout = checkpoint.layout(ds_config.zero_stage(job.ds_config), recipe.training.precision)
+    state = None if job.resume_from is None else run_directory.read_state(job.resume_from)
+    if job.resume_from is not None and state is not None:
+        checkpoint.check_layout(job.resume_from, state, layout)
+    if topology.rank() == 0:
+        write_run_dir(job)
+    engine, num_parameters = build_engine(recipe, job.ds_config)
+    if job.resume_from is not None:
+        checkpoint.load(engine, job.resume_from)
+    check_replicas(engine)
+    first_step = state.step if state else 0
+    metrics = Metrics(
+        job.run_dir,
+        recipe.run,
+        recipe.training.train_steps,
+        first_step,
+        state.wandb_id if state else None,
+        enabled=topology.rank() == 0,
+        settings={**dataclasses.asdict(recipe), "ds_config": job.ds_config, "parameters": num_parameters},
+    )
+    _train(job, engine, metrics, first_step, layout, num_parameters)
+    metrics.close()
+
+
+def build_engine(recipe: Recipe, config: dict[str, Any]) -> tuple[DeepSpeedEngine, int]:
+    """The model with its initial weights under DeepSpeed, and its number of parameters (padding included)."""
+    model = LanguageModel(
+        recipe.model, recipe.parallel, recipe.training.recompute, recipe.training.loss_chunk_tokens
+    )
+    initialize_weights(model, recipe.model, recipe.training.seed)
+    num_parameters = sum(
+        parameter.numel() * (1 if rule.shard_dim is None else topology.tensor_parallel_size())
+        for _, parameter, rule in registry.named_rules(model)
+    )
+    model.to(topology.device())
+    return engines.initialize(model, recipe.training, recipe.parallel.sequence_parallel, config), num_parameters
+
+
+def check_replicas(engine: DeepSpeedEngine) -> None:
+    """Stop when replicated parameters differ between tensor-parallel ranks. Collective."""
+    differing = registry.differing_replicas(engines.named_local_parameters(engine))
+    if differing:
+        name, spread = differing[0]
+        raise RuntimeError(
+            f"replicas differ between tensor-parallel ranks: {name} by {spread:g}, and {len(differing) - 1} others; "
+            "this checkpoint or this machine is not to be trusted"
+        )
+
+
+def _train(
+    job: Job,
+    engine: DeepSpeedEngine,
+    metrics: Metrics,
+    first_step: int,
+    layout: dict[str, Any],
+    num_parameters: int,
+) -> None:
+    training, run_config, device = job.recipe.training, job.recipe.run, topology.device()
+    sampler = GlobalBatchSampler(
+        first_step,
+        training.train_steps,
+        training.global_batch_size,
+        training.micro_batch_size,
+        topology.data_parallel_rank(),
+        topology.data_parallel_size(),
+    )
+    batches = iter(loader(job.train_dataset, sampler, job.recipe.data.num_workers))
+    validate = _validator(job, engine, metrics)
+    clock = _Clock(training.global_batch_size * job.recipe.data.sequence_length)
+    losses: list[tuple[Tensor, float, float | None]] = []
+
+    metrics.say(_headline(job, num_parameters, first_step))
+    if first_step == 0:
+        initial = validate(0)
+        if topology.rank() == 0:
+            run_directory.update_summary(job.run_dir, initial_val_loss=initial.loss, parameters=num_parameters)
+
+    for step in range(first_step, training.train_steps):
+        lr = learning_rate(step, training)
+        with clock:
+            loss = train_step(engine, batches, job.num_passes, lr, device)
+        losses.append((loss, lr, engines.global_grad_norm(engine)))
+        done = step + 1
+        last = done == training.train_steps
+        if done % run_config.log_interval == 0 or last:
+            _log(metrics, losses, done, clock, training.train_steps - done)
+        if run_config.replica_check_interval and done % run_config.replica_check_interval == 0:
+            check_replicas(engine)
+        if done % run_config.eval_interval == 0 or last:
+            evaluation = validate(done)
+        if done % run_config.save_interval == 0 or last:
+            state = run_directory.TrainerState(
+                done, done * training.global_batch_size, layout, job.data.fingerprints, metrics.wandb_id
+            )
+            checkpoint.save(engine, job.run_dir, state, run_config.keep_checkpoints)
+        if last and topology.rank() == 0:
+            run_directory.update_summary(
+                job.run_dir,
+                final_val_loss=evaluation.loss,
+                bits_per_byte=evaluation.bits_per_byte,
+                tokens_per_s=clock.mean_tokens_per_s,
+                steps=done,
+                consumed_tokens=done * clock.tokens_per_step,
+            )
+
+
+def _validator(job: Job, engine: DeepSpeedEngine, metrics: Metrics) -> Any:
+    dataset = job.validation_dataset
+    indices = validation_batches(job.recipe.run.eval_samples, len(dataset), job.recipe.training.micro_batch_size)
+    token_bytes = torch.zeros(job.recipe.model.vocabulary, dtype=torch.int64)
+    lengths = torch.from_numpy(load_tokenizer(job.data.tokenizer_path).token_byte_lengths())
+    token_bytes[: len(lengths)] = lengths
+
+    def validate(step: int) -> Evaluation:
+        result = evaluate(engine, loader(dataset, indices, num_workers=0), token_bytes, topology.device())
+        values = {
+            "val_loss": result.loss,
+            "val_perplexity": result.perplexity,
+            "bits_per_byte": result.bits_per_byte,
+        }
+        metrics.evaluation(step, values)
+        return result
+
+    return validate
+
+
+def _log(
+    metrics: Metrics, losses: list[tuple[Tensor, float, float | None]], done: int, clock: _Clock, steps_left: int
+) -> None:
+    """Fetch the losses since the last log in one transfer, average them over the ranks, record them."""
+    values = torch.stack([loss for loss, _, _ in losses])
+    dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+    engines.synchronize()
+    values = (values / topology.data_parallel_size()).tolist()
+    tokens_per_s = clock.lap()
+    records = [
+        {
+            "step": done - len(losses) + 1 + i,
+            "loss": value,
+            "lr": lr,
+            "grad_norm": norm,
+            "tokens_per_s": tokens_per_s,
+        }
+        for i, (value, (_, lr, norm)) in enumerate(zip(values, losses, strict=True))
+    ]
+    summary = {**records[-1], "loss": sum(values) / len(values)}
+    metrics.steps(records, summary, steps_left * clock.tokens_per_step / tokens_per_s)
+    losses.clear()
+
+
+class _Clock:
+    """Time spent in steps, validation and checkpoints left out."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self.tokens_per_step = tokens_per_step
+        self._lap_s = self._total_s = 0.0
+        self._lap_steps = self._steps = 0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._lap_s += time.perf_counter() - self._start
+        self._lap_steps += 1
+
+    def lap(self) -> float:
+        """Tokens per second since the last call."""
+        rate = self._lap_steps * self.tokens_per_step / self._lap_s
+        self._total_s, self._steps = self._total_s + self._lap_s, self._steps + self._lap_steps
+        self._lap_s, self._lap_steps = 0.0, 0
+        return rate
+
+    @property
+    def mean_tokens_per_s(self) -> float:
+        return self._steps * self.tokens_per_step / self._total_s
+
+
+def _headline(job: Job, num_parameters: int, first_step: int) -> str:
+    recipe = job.recipe
+    start = "starting" if job.resume_from is None else f"resuming at step {first_step}"
+    return (
+        f"{start}: {recipe.model.embedding}, {num_parameters:,} parameters, "
+        f"TP {topology.tensor_parallel_size()} × DP {topology.data_parallel_size()}, ZeRO-{ds_config.zero_stage(job.ds_config)}, "
+        f"{recipe.training.precision}, clipping {job.ds_config['gradient_clipping']:g}, "
+        f"{recipe.training.train_steps} steps of {recipe.training.global_batch_size} × "
+        f"{recipe.data.sequence_length} tokens → {job.run_dir}"
+    )

@@ -1,0 +1,39 @@
+"""One optimizer step: the micro-batches of a global batch through DeepSpeed, nothing read back to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from leviathan_ds.data.loader import Batch
+from leviathan_ds.model.embedding import DistinctIds
+from leviathan_ds.parallel import engine as engines
+
+
+def mean_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """Mean loss over the unmasked tokens of one batch, float32 scalar on the device."""
+    distinct = DistinctIds(batch.distinct_ids, batch.inverse)
+    total = model(batch.tokens, batch.labels, batch.loss_mask, distinct)
+    return total / batch.loss_mask.sum().clamp(min=1)
+
+
+def train_step(
+    engine: DeepSpeedEngine, batches: Iterator[Batch], num_passes: int, lr: float, device: torch.device
+) -> Tensor:
+    """Run one optimizer step; returns this rank's mean loss as a device scalar.
+
+    DeepSpeed owns accumulation (it divides by num_passes and steps at the last one): two backward calls
+    around one step of ours would lose micro-batches under ZeRO.
+    """
+    for group in engines.parameter_groups(engine):
+        group["lr"] = lr * group["lr_scale"]
+    total = torch.zeros((), device=device)
+    for _ in range(num_passes):
+        loss = mean_loss(engine, next(batches).to(device))
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach()
+    return total / num_passes
