@@ -48,7 +48,7 @@ def write_index(file: IO[bytes], lengths: NDArray[np.int32], dtype: np.dtype) ->
     lengths: [documents] tokens of each; dtype: of the ids in the .bin."""
     documents = len(lengths)
     file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype], documents, documents + 1))
-    file.write(lengths.astype("<i4", copy=False).data)
+    file.write(np.ascontiguousarray(lengths, dtype="<i4").data)
     offset = 0
     for start in range(0, documents, _BLOCK_DOCUMENTS):
         sizes = lengths[start : start + _BLOCK_DOCUMENTS].astype("<i8") * dtype.itemsize

@@ -104,9 +104,10 @@ BAD_INPUTS = [
 
 @pytest.mark.parametrize(("records", "message"), BAD_INPUTS)
 def test_bad_input_leaves_no_file(
-    tmp_path: Path, tokenizer_path: Path, write_jsonl: Any, capsys: Any, records: list[Any], message: str
+    tokenizer_path: Path, write_jsonl: Any, capsys: Any, records: list[Any], message: str
 ):
-    source, output = write_jsonl(records), tmp_path / "out" / "d"
+    source = write_jsonl(records)
+    output = source.parent / "out" / "d"
     command = ["--input", str(source), "--tokenizer", str(tokenizer_path), "--output_prefix", str(output)]
     assert main(command) == 2
     errors = capsys.readouterr().err.splitlines()
@@ -136,9 +137,7 @@ def test_bad_tokenizer_is_refused_before_any_output(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
-def test_existing_dataset_is_kept_unless_overwritten(
-    dataset_copy: Path, tokenizer_path: Path, write_jsonl: Any
-):
+def test_overwriting_only_when_asked(dataset_copy: Path, tokenizer_path: Path, write_jsonl: Any):
     before = files_of(dataset_copy)
     with pytest.raises(UserError, match=r"tiny\.bin: exists already; pass --overwrite"):
         preprocess([TINY], tokenizer_path, dataset_copy)
@@ -148,6 +147,16 @@ def test_existing_dataset_is_kept_unless_overwritten(
     assert files_of(dataset_copy) == before  # a failed replacement takes nothing away
     preprocess([source], tokenizer_path, dataset_copy, overwrite=True)
     assert verify(dataset_copy).documents == 1
+
+
+def test_tokenizer_used_before_the_pool_starts(
+    tmp_path: Path, tokenizer_path: Path, tiny_dataset: Path, tiny_records: list[Any]
+):
+    """Threads and locks of the parent's tokenizer must not reach the workers."""
+    processor = SentencePieceProcessor(model_file=str(tokenizer_path))
+    processor.encode([record["text"] for record in tiny_records], num_threads=4)
+    preprocess([TINY], tokenizer_path, tmp_path / "tiny", workers=2)
+    assert files_of(tmp_path / "tiny") == files_of(tiny_dataset)
 
 
 def test_summary_and_skipped_are_printed(tmp_path: Path, tokenizer_path: Path, write_jsonl: Any, capsys: Any):
@@ -182,9 +191,7 @@ def test_worker_killed_in_the_middle(tokenizer_path: Path, endless_source: Path)
     victim = psutil.Process().children()[0]
     victim.kill()
     start = time.monotonic()
-    with pytest.raises(
-        WorkerDied, match=rf"process {victim.pid}\) was killed by SIGKILL while encoding .*long"
-    ):
+    with pytest.raises(WorkerDied, match=rf"process {victim.pid}\) was killed by SIGKILL while encoding .*"):
         for _ in batches:
             pass
     assert time.monotonic() - start < 5
