@@ -4,7 +4,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from data_prep.errors import UserError
 
@@ -19,6 +19,11 @@ class CommandParser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        if options.get("required"):
+            options["default"] = argparse.SUPPRESS  # else the help says "(default: None)"
+        return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see {self.prog} --help\n")

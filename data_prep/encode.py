@@ -13,13 +13,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
+from data_prep.batches import Batch, EncodedBatch, EncodeOptions
 from data_prep.errors import UserError
 from data_prep.sources import BadLine, LineReader
-from data_prep.worker import Batch, EncodedBatch, EncodeOptions
 
 BATCHES_PER_WORKER = 4
 _BATCH_BYTES = 1 << 19
@@ -125,7 +125,7 @@ class _Worker:
             status = self.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return WorkerDied(f"worker {self.number} closed its pipe while {self.task}")
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with {status}"
         hint = "; out of memory? try fewer --workers" if status == -signal.SIGKILL else ""
         return WorkerDied(f"worker {self.number} (process {self.process.pid}) {how} while {self.task}{hint}")
 
@@ -135,23 +135,15 @@ class _Worker:
         self.process.wait()
 
 
-def encode_sources(
-    source: SourceReader,
-    options: EncodeOptions,
-    workers: int,
-    on_start: Callable[[list[int]], None] | None = None,
-) -> Iterator[EncodedBatch]:
+def encode_sources(source: SourceReader, options: EncodeOptions, workers: int) -> Iterator[EncodedBatch]:
     """The encoded batches of `source`, in its order.
 
-    `on_start`, when given, learns the process ids of the workers. Raises the first BadLine in the order
-    of the input, and WorkerDied at once when a worker is gone.
+    Raises the first BadLine in the order of the input, and WorkerDied at once when a worker is gone.
     """
     pool: list[_Worker] = []
     try:
         for number in range(workers):
             pool.append(_Worker(number, options))
-        if on_start:
-            on_start([worker.process.pid for worker in pool])
         yield from _ordered_answers(_until_damage(source), pool)
     finally:
         for worker in pool:

@@ -30,12 +30,8 @@ from data_prep.files import bin_path, idx_path
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
-_DTYPES = {
-    code: np.dtype(name).newbyteorder("<")
-    for code, name in enumerate(
-        ["uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"], start=1
-    )
-}
+_DTYPE_NAMES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
+_DTYPES = {code: np.dtype(name).newbyteorder("<") for code, name in enumerate(_DTYPE_NAMES, start=1)}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _TOKEN_CODES = (4, 8)  # int32 and uint16: what holds token ids
 _BLOCK_DOCUMENTS = 1 << 20  # index arrays are written in blocks of this many documents
@@ -52,7 +48,7 @@ def write_index(file: IO[bytes], lengths: NDArray[np.int32], dtype: np.dtype) ->
     lengths: [documents] tokens of each; dtype: of the ids in the .bin."""
     documents = len(lengths)
     file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype], documents, documents + 1))
-    file.write(lengths.astype("<i4", copy=False).data)
+    file.write(np.ascontiguousarray(lengths, dtype="<i4").data)
     offset = 0
     for start in range(0, documents, _BLOCK_DOCUMENTS):
         sizes = lengths[start : start + _BLOCK_DOCUMENTS].astype("<i8") * dtype.itemsize

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 from data_prep import cli
+from data_prep.batches import EncodedBatch, EncodeOptions
 from data_prep.encode import SourceReader, WorkerDied, encode_sources
 from data_prep.errors import UserError
 from data_prep.files import (
@@ -33,9 +34,8 @@ from data_prep.manifest import (
     TokenizerInfo,
     content_fingerprint,
 )
-from data_prep.sources import DEFAULT_DOMAIN_KEY, DEFAULT_TEXT_KEY, OnError, check_sources
+from data_prep.sources import DEFAULT_DOMAIN_KEY, DEFAULT_TEXT_KEY, SUFFIXES, OnError, check_sources
 from data_prep.tokenizers import Tokenizer, load_tokenizer
-from data_prep.worker import EncodedBatch, EncodeOptions
 
 ProgressHook = Callable[[int, int, int], None]
 """Called now and then with (bytes read, documents, tokens)."""
@@ -61,19 +61,19 @@ def preprocess(
     inputs: Sequence[Path | str],
     tokenizer: Path | str,
     output_prefix: Path | str,
+    *,
     workers: int = 1,
     text_key: str = DEFAULT_TEXT_KEY,
     domain_key: str = DEFAULT_DOMAIN_KEY,
     on_error: OnError = "fail",
     overwrite: bool = False,
     progress: ProgressHook | None = None,
-    on_start: Callable[[list[int]], None] | None = None,
 ) -> Manifest:
     """Encode the documents of `inputs` into `{output_prefix}.bin/.idx/.manifest.json/.tokenizer.model`.
 
-    The bytes of the result depend on the inputs and the tokenizer, not on `workers`. `on_start` learns
-    the workers' process ids. Raises UserError (a ValueError) for the user's mistakes, an input without a
-    token among them, and WorkerDied; whatever it raises, it leaves no file behind.
+    The bytes of the result depend on the inputs and the tokenizer, not on `workers`. Raises UserError
+    (a ValueError) for the user's mistakes, an input without a token among them, and WorkerDied; either
+    way it leaves no file behind.
     """
     paths = [Path(path) for path in inputs]
     prefix = Path(output_prefix)
@@ -87,7 +87,7 @@ def preprocess(
     options = EncodeOptions(loaded.path, text_key, domain_key, on_error)
     source = SourceReader(paths, skip_damaged=on_error == "skip")
     try:
-        totals = _write_partial(source, options, loaded, targets, workers, progress, on_start)
+        totals = _write_partial(source, options, loaded, targets, workers=workers, progress=progress)
         manifest = _describe(prefix, source, loaded, totals)
         _publish(targets[:-1], manifest, prefix)
     finally:
@@ -101,15 +101,15 @@ def _write_partial(
     options: EncodeOptions,
     tokenizer: Tokenizer,
     targets: list[Path],
+    *,
     workers: int,
     progress: ProgressHook | None,
-    on_start: Callable[[list[int]], None] | None,
 ) -> _Totals:
     """Write the .bin, .idx and tokenizer copy under their partial names."""
     totals = _Totals()
     bin_file, idx_file, tokenizer_file, _ = map(partial_path, targets)
     with IndexedWriter(bin_file, idx_file, tokenizer.vocab_size, tokenizer.eod_id) as writer:
-        for batch in encode_sources(source, options, workers, on_start):
+        for batch in encode_sources(source, options, workers):
             writer.add(batch.ids, batch.lengths)
             totals.add(batch)
             if progress:
@@ -210,7 +210,7 @@ def build_parser() -> cli.CommandParser:
     """The command line's options."""
     parser = cli.CommandParser("python -m data_prep.preprocess", "Encode documents into an indexed dataset.")
     add = parser.add_argument
-    add("--input", nargs="+", type=Path, required=True, help=".jsonl, .jsonl.gz or .jsonl.zst files, in order")
+    add("--input", nargs="+", type=Path, required=True, help=f"files in order: {', '.join(SUFFIXES)}")
     add("--tokenizer", type=Path, required=True, help="SentencePiece .model")
     add("--output_prefix", type=Path, required=True, help="the dataset's path without a suffix")
     add("--workers", type=cli.positive_int, default=2, help="encoding processes; the output is the same")

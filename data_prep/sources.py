@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import orjson
 import zstandard
@@ -110,7 +110,7 @@ class LineReader:
         buffered = io.BufferedReader(raw, _READ_BYTES)
         number = 0
         try:
-            stream: IO[bytes] | io.BufferedReader = buffered
+            stream: Iterable[bytes] = buffered
             if self.path.name.endswith(".gz"):
                 stream = gzip.GzipFile(fileobj=buffered)
             elif self.path.name.endswith(".zst"):
@@ -145,7 +145,7 @@ class _ZstdFile(io.RawIOBase):
     zstandard's own stream_reader ends a truncated frame without a word.
     """
 
-    def __init__(self, file: io.BufferedReader) -> None:
+    def __init__(self, file: Any) -> None:
         self._file = file
         # The Pile's shards were packed with long windows: up to the format's 2 GiB.
         self._context = zstandard.ZstdDecompressor(max_window_size=1 << 31)

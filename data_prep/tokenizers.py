@@ -82,10 +82,8 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod_id: int = self._processor.eos_id()
         if self.eod_id < 0:
-            raise UserError(f"{path}: has no eos token to end documents with; train it with an eos_id")
-        if not self._processor.is_control(self.eod_id):
-            # A "user defined" eos would be matched in the text, and a document could end itself.
-            raise UserError(f"{path}: its eos token is no control token, so text could produce it")
+            # Missing, or "user defined" instead of control, in which case text could produce it.
+            raise UserError(f"{path}: has no eos control token to end documents with; train another")
         pad_id = self._processor.pad_id()
         self.pad_id: int | None = pad_id if pad_id >= 0 else None
 

@@ -23,6 +23,7 @@ from data_prep.files import written_aside
 from data_prep.sources import (
     DEFAULT_DOMAIN_KEY,
     DEFAULT_TEXT_KEY,
+    SUFFIXES,
     Document,
     OnError,
     check_sources,
@@ -52,6 +53,7 @@ def train_tokenizer(
     inputs: Sequence[Path | str],
     output: Path | str,
     vocab_size: int,
+    *,
     model_type: ModelType = "bpe",
     sample_bytes: int = 16_000_000,
     seed: int = 0,
@@ -74,7 +76,7 @@ def train_tokenizer(
     tokenizer = SentencePieceTokenizer(output, model)
     if tokenizer.vocab_size != vocab_size:
         raise UserError(
-            f"--vocab_size {vocab_size}: the text fills only {tokenizer.vocab_size}; lower it or give more text"
+            f"--vocab_size {vocab_size}: the text fills only {tokenizer.vocab_size}; give more text"
         )
     num_bytes = sum(len(block.encode()) for block in sample)
     bytes_per_token = _measure(tokenizer, sample[:: num_bytes // _MEASURED_BYTES + 1])
@@ -147,9 +149,7 @@ def _train(sample: list[str], vocab_size: int, model_type: ModelType, split_digi
 def _vocabulary_error(vocab_size: int, message: str) -> Exception:
     """The library's message in the project's words; any other failure stays as it is."""
     if largest := re.search(r"too high .*value <= (\d+)", message):
-        return UserError(
-            f"--vocab_size {vocab_size}: the text is too short for it; at most {largest[1]}, or give more text"
-        )
+        return UserError(f"--vocab_size {vocab_size}: the text suffices for at most {largest[1]}")
     if smallest := re.search(r"smaller than required_chars. \d+ vs (\d+)", message):
         return UserError(f"--vocab_size {vocab_size}: the characters of the text need at least {smallest[1]}")
     return RuntimeError(f"SentencePiece training failed: {message}")
@@ -171,15 +171,15 @@ def build_parser() -> cli.CommandParser:
     """The command line's options."""
     parser = cli.CommandParser("python -m data_prep.train_tokenizer", "Train a SentencePiece tokenizer.")
     add = parser.add_argument
-    add("--input", nargs="+", type=Path, required=True, help=".jsonl, .jsonl.gz or .jsonl.zst files")
+    add("--input", nargs="+", type=Path, required=True, help=f"files: {', '.join(SUFFIXES)}")
     add("--output", type=Path, required=True, help="the .model to write")
     add(
         "--vocab_size",
         type=cli.positive_int,
         default=8192,
-        help="number of pieces, bytes and controls included",
+        help="pieces, bytes and controls included",
     )
-    add("--model_type", choices=get_args(ModelType), default="bpe", help="bpe exports exactly to Hugging Face")
+    add("--model_type", choices=get_args(ModelType), default="bpe", help="bpe exports exactly")
     add("--sample_bytes", type=cli.positive_int, default=16_000_000, help="train on at most this much text")
     add("--seed", type=int, default=0, help="of the sample")
     add("--no_split_digits", action="store_true", help="let digits form longer pieces")

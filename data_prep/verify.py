@@ -65,9 +65,9 @@ def _check_manifest(manifest: Manifest, prefix: Path | str) -> None:
     names = (manifest.bin.name, manifest.idx.name, tokenizer.file)
     expected = tuple(make(prefix).name for make in (bin_path, idx_path, dataset_tokenizer_path))
     if names != expected:
-        raise UserError(f"{path}: describes {', '.join(names)}; a dataset's files are renamed together with it")
+        raise UserError(f"{path}: describes {', '.join(names)}, not the files beside it; was it renamed?")
     if manifest.dtype != token_dtype(tokenizer.vocab_size).name:
-        raise UserError(f"{path}: dtype {manifest.dtype} is not that of a vocabulary of {tokenizer.vocab_size}")
+        raise UserError(f"{path}: dtype {manifest.dtype} does not suit {tokenizer.vocab_size} ids")
 
 
 def _check_file(path: Path, recorded: DataFile) -> None:

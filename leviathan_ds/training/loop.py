@@ -72,12 +72,12 @@ def build_engine(recipe: Recipe, config: dict[str, Any]) -> tuple[DeepSpeedEngin
 
 
 def check_replicas(engine: DeepSpeedEngine) -> None:
-    """Stop when replicated parameters differ between tensor-parallel ranks. Collective."""
+    """Stop when replicated parameters differ between TP ranks. Collective."""
     differing = registry.differing_replicas(engines.named_local_parameters(engine))
     if differing:
         name, spread = differing[0]
         raise RuntimeError(
-            f"replicas differ between tensor-parallel ranks: {name} by {spread:g}, and {len(differing) - 1} others; "
+            f"replicas differ between TP ranks: {name} by {spread:g}, and {len(differing) - 1} others; "
             "this checkpoint or this machine is not to be trusted"
         )
 
@@ -215,7 +215,8 @@ def _headline(job: Job, num_parameters: int, first_step: int) -> str:
     start = "starting" if job.resume_from is None else f"resuming at step {first_step}"
     return (
         f"{start}: {recipe.model.embedding}, {num_parameters:,} parameters, "
-        f"TP {topology.tensor_parallel_size()} × DP {topology.data_parallel_size()}, ZeRO-{ds_config.zero_stage(job.ds_config)}, "
+        f"TP {topology.tensor_parallel_size()} × DP {topology.data_parallel_size()}, "
+        f"ZeRO-{ds_config.zero_stage(job.ds_config)}, "
         f"{recipe.training.precision}, clipping {job.ds_config['gradient_clipping']:g}, "
         f"{recipe.training.train_steps} steps of {recipe.training.global_batch_size} × "
         f"{recipe.data.sequence_length} tokens → {job.run_dir}"

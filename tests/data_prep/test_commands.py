@@ -1,0 +1,46 @@
+"""The command lines start fast and speak in one line."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data_prep import preprocess, train_tokenizer, verify
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "deepspeed", "megatron", "transformers", "sentencepiece", "rich")
+
+
+@pytest.mark.parametrize("name", ["train_tokenizer", "preprocess", "verify"])
+def test_help_is_fast_and_imports_nothing_heavy(name: str):
+    command = [sys.executable, "-X", "importtime", "-m", f"data_prep.{name}", "--help"]
+    start = time.monotonic()
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert time.monotonic() - start < 1.0
+    assert f"usage: python -m data_prep.{name}" in result.stdout and "None" not in result.stdout
+    imported = {line.rsplit("|")[-1].strip().split(".")[0] for line in result.stderr.splitlines()}
+    assert "numpy" in imported or name == "train_tokenizer"
+    assert imported.isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (train_tokenizer, ["--output", "x"]),
+        (train_tokenizer, ["--input", "x", "--output", "y", "--vocab_size", "-5"]),
+        (preprocess, ["--input", "x", "--tokenizer", "t", "--output_prefix", "p", "--workers", "0"]),
+        (preprocess, ["--input", "x", "--tok", "t", "--output_prefix", "p"]),
+        (verify, []),
+    ],
+)
+def test_wrong_options_are_one_line(module, arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        module.main(arguments)
+    errors = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2
+    assert len(errors) == 1 and errors[0].startswith("error: ")
