@@ -116,6 +116,15 @@ def test_bad_input_leaves_no_file(
     assert list(output.parent.iterdir()) == []
 
 
+def test_line_number_in_a_later_batch(
+    tmp_path: Path, tokenizer_path: Path, write_jsonl: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("data_prep.encode._BATCH_LINES", 3)
+    source = write_jsonl([{"text": "a"}] * 9 + [b"{bad", {"text": "b"}, b"{worse"])
+    with pytest.raises(UserError, match="line 10: broken JSON"):
+        preprocess([source], tokenizer_path, tmp_path / "d", workers=2)
+
+
 def test_truncated_source_fails_or_is_counted(tmp_path: Path, tokenizer_path: Path, tiny_records: list[Any]):
     import gzip
 
@@ -203,7 +212,7 @@ def test_abandoned_pool_ends_its_workers(tokenizer_path: Path, endless_source: P
     batches = encode_sources(SourceReader([endless_source], skip_damaged=False), options, workers=1)
     next(batches)
     assert len(psutil.Process().children()) == 1
-    batches.close()  # pyright: ignore[reportAttributeAccessIssue]
+    batches.close()
     assert psutil.Process().children() == []
 
 
