@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from megatron.core.datasets import indexed_dataset as megatron
+from pile_texts import TINY
 from sentencepiece import SentencePieceProcessor
 
 from data_prep.batches import EncodeOptions
@@ -25,8 +26,6 @@ from data_prep.files import bin_path, dataset_tokenizer_path, idx_path, manifest
 from data_prep.manifest import load_manifest
 from data_prep.preprocess import main, preprocess
 from data_prep.verify import verify
-
-from .conftest import TINY
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,12 +9,11 @@ from typing import Any
 import orjson
 import pytest
 import zstandard
+from pile_texts import TINY
 
 from data_prep.errors import UserError
 from data_prep.sample import sample_corpus_path
 from data_prep.sources import BadLine, Document, LineReader, check_sources, iter_documents
-
-from .conftest import TINY
 
 GOOD = {"text": "good", "meta": {"pile_set_name": "A"}}
 
