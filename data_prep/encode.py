@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
@@ -135,10 +135,13 @@ class _Worker:
         self.process.wait()
 
 
-def encode_sources(source: SourceReader, options: EncodeOptions, workers: int) -> Iterator[EncodedBatch]:
+def encode_sources(
+    source: SourceReader, options: EncodeOptions, workers: int
+) -> Generator[EncodedBatch, None, None]:
     """The encoded batches of `source`, in its order.
 
     Raises the first BadLine in the order of the input, and WorkerDied at once when a worker is gone.
+    Closing the generator ends the workers.
     """
     pool: list[_Worker] = []
     try:

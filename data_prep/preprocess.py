@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import get_args
 
@@ -108,8 +108,11 @@ def _write_partial(
     """Write the .bin, .idx and tokenizer copy under their partial names."""
     totals = _Totals()
     bin_file, idx_file, tokenizer_file, _ = map(partial_path, targets)
-    with IndexedWriter(bin_file, idx_file, tokenizer.vocab_size, tokenizer.eod_id) as writer:
-        for batch in encode_sources(source, options, workers):
+    with (
+        closing(encode_sources(source, options, workers)) as batches,
+        IndexedWriter(bin_file, idx_file, tokenizer.vocab_size, tokenizer.eod_id) as writer,
+    ):
+        for batch in batches:
             writer.add(batch.ids, batch.lengths)
             totals.add(batch)
             if progress:

@@ -7,12 +7,11 @@ from typing import Any
 
 import orjson
 import pytest
+from pile_texts import TINY
 
 from data_prep.preprocess import preprocess
 from data_prep.tokenizers import Tokenizer, load_tokenizer
 from data_prep.train_tokenizer import train_tokenizer
-
-TINY = Path(__file__).parent / "minipile_tiny.jsonl"
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 from megatron.core.datasets import indexed_dataset as megatron
+from pile_texts import TINY
 from sentencepiece import SentencePieceProcessor
 
 from data_prep.batches import EncodeOptions
@@ -25,8 +26,6 @@ from data_prep.files import bin_path, dataset_tokenizer_path, idx_path, manifest
 from data_prep.manifest import load_manifest
 from data_prep.preprocess import main, preprocess
 from data_prep.verify import verify
-
-from .conftest import TINY
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,6 +115,15 @@ def test_bad_input_leaves_no_file(
     assert list(output.parent.iterdir()) == []
 
 
+def test_line_number_in_a_later_batch(
+    tmp_path: Path, tokenizer_path: Path, write_jsonl: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("data_prep.encode._BATCH_LINES", 3)
+    source = write_jsonl([{"text": "a"}] * 9 + [b"{bad", {"text": "b"}, b"{worse"])
+    with pytest.raises(UserError, match="line 10: broken JSON"):
+        preprocess([source], tokenizer_path, tmp_path / "d", workers=2)
+
+
 def test_truncated_source_fails_or_is_counted(tmp_path: Path, tokenizer_path: Path, tiny_records: list[Any]):
     import gzip
 
@@ -203,7 +211,7 @@ def test_abandoned_pool_ends_its_workers(tokenizer_path: Path, endless_source: P
     batches = encode_sources(SourceReader([endless_source], skip_damaged=False), options, workers=1)
     next(batches)
     assert len(psutil.Process().children()) == 1
-    batches.close()  # pyright: ignore[reportAttributeAccessIssue]
+    batches.close()
     assert psutil.Process().children() == []
 
 

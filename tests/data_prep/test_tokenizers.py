@@ -7,22 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pile_texts import CONTROL_LOOKALIKES, HARD_TEXTS
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from data_prep.tokenizers import Tokenizer, load_tokenizer
-
-CONTROL_LOOKALIKES = ["</s>", "<s>", "<unk>", "<pad>", "<|endoftext|>", "<0x41>", "a</s>b", " </s>\n<s>"]
-HARD_TEXTS = [
-    " a",
-    "a ",
-    "  a   b  ",
-    "\t\ta\n\n\n b\r\nc",
-    "\n",
-    "\x00",
-    "é e\u0301 漢字 🙂",
-    "\ufeffx",
-    " ⁇ ",
-]
 
 
 def train_bytes(**options: Any) -> bytes:

@@ -4,15 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pile_texts import CONTROL_LOOKALIKES, HARD_TEXTS, TINY
 from sentencepiece import SentencePieceProcessor
 
 from data_prep.sample import sample_corpus_path
 from data_prep.sources import Document, iter_documents
 from data_prep.tokenizers import load_tokenizer
 from data_prep.train_tokenizer import main, sample_blocks, train_tokenizer
-
-from .conftest import TINY
-from .test_tokenizers import CONTROL_LOOKALIKES, HARD_TEXTS
 
 
 def test_the_demo_tokenizer_is_lossless_on_all_of_the_sample_corpus(tmp_path: Path):

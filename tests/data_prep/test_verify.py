@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import orjson
 import pytest
+from pile_texts import TINY
 
 from data_prep.files import bin_path, dataset_tokenizer_path, file_digest, idx_path, manifest_path
 from data_prep.indexed import write_index
 from data_prep.manifest import DataFile, Manifest, content_fingerprint, load_manifest
 from data_prep.train_tokenizer import train_tokenizer
 from data_prep.verify import main, verify
-
-from .conftest import TINY
 
 
 def resign(prefix: Path, **changes: object) -> Manifest:
