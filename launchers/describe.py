@@ -63,14 +63,18 @@ def describe(recipe: Recipe, data_parallel_size: int, zero_stage: accounting.Zer
 
     memory = accounting.estimate_memory(recipe, data_parallel_size, zero_stage)
     lines = vars(memory) | {"total": memory.total}
-    place = f"TP {tp}, DP {data_parallel_size}, ZeRO {zero_stage}, {training.precision}, {training.recompute}"
+    place = f"TP {tp}, DP {data_parallel_size}, ZeRO {zero_stage}, {training.precision}"
     gibibytes = {name: f"{value / 2**30:.2f}" for name, value in lines.items()}
-    section(f"GiB per GPU, estimated ({place} recomputed)", gibibytes)
+    section(f"GiB per GPU, estimated: {place}, recompute {training.recompute}", gibibytes)
 
     step_tokens = training.global_batch_size * recipe.data.sequence_length
     tokens = step_tokens * training.train_steps
     batch = f"{training.micro_batch_size} × {data_parallel_size} × {accumulation} accumulated"
-    rows = {"sequences per step": batch, "tokens per step": f"{step_tokens:,}", "steps": f"{training.train_steps:,}"}
+    rows = {
+        "sequences per step": batch,
+        "tokens per step": f"{step_tokens:,}",
+        "steps": f"{training.train_steps:,}",
+    }
     section("training", rows | {"tokens": f"{tokens:,}", "FLOPs": f"{flops.total * tokens:.3e}"})
     return table
 

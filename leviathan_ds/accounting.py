@@ -194,14 +194,14 @@ def _body_activations(recipe: Recipe) -> int:
 
     A layer keeps 4·D (inputs and outputs of two norms; /t under sequence parallelism) and, over t:
     n·c + 2·g·c of the fused QKV output (the values are a view of it), n·c + g·c of rotated queries and keys,
-    2·n·c of the context in both layouts, 4·F of the MLP (gate and up, SiLU of the gate, their product).
-    Selective recomputation drops the MLP's 4·F, full keeps the layer's input D alone; either way one layer's
+    n·c of the context, 5·F of the MLP (gate and up, SiLU of the gate, up + 0, product).
+    Selective recomputation drops the MLP's 5·F, full keeps the layer's input D alone; either way one layer's
     dropped values live again while its backward runs. The final norm keeps 2·D.
     """
     model, tp = recipe.model, recipe.parallel.tensor_model_parallel_size
     hidden = model.hidden_size // (tp if recipe.parallel.sequence_parallel else 1)
-    attention = (4 * model.num_attention_heads + 3 * model.query_groups) * model.head_size // tp
-    mlp = 4 * model.ffn_size // tp
+    attention = 3 * (model.num_attention_heads + model.query_groups) * model.head_size // tp
+    mlp = 5 * model.ffn_size // tp
     layer = 4 * hidden + attention + mlp
     dropped = {"none": 0, "selective": mlp, "full": layer - hidden}[recipe.training.recompute]
     return model.num_layers * (layer - dropped) + dropped + 2 * hidden
