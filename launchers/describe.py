@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Literal
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from leviathan_ds import accounting
 from leviathan_ds.config import Recipe
@@ -39,8 +39,8 @@ def describe(recipe: Recipe, data_parallel_size: int, zero_stage: accounting.Zer
         raise ValueError(f"--data_parallel_size must be at least 1, got {data_parallel_size}")
     tp = recipe.parallel.tensor_model_parallel_size
     accumulation = recipe.gradient_accumulation_steps(tp * data_parallel_size)
-    table = Table(title=f"{model.embedding}, D {model.hidden_size}, {model.num_layers} layers", show_header=False)
-    table.add_column(), table.add_column(justify="right")
+    title = f"{model.embedding}, D {model.hidden_size}, {model.num_layers} layers"
+    table = Table(Column(), Column(justify="right"), title=title, show_header=False)
 
     def section(title: str, rows: dict[str, str]) -> None:
         table.add_section()
@@ -58,24 +58,20 @@ def describe(recipe: Recipe, data_parallel_size: int, zero_stage: accounting.Zer
 
     flops = accounting.flops_per_token(model, recipe.data.sequence_length)
     parts = {kind: flops.embedding, "body": flops.body, "attention": flops.attention, "head": flops.head}
+    parts |= {"total": flops.total}
     section("GFLOPs per token", {name: f"{value / 1e9:.4f}" for name, value in parts.items()})
-    table.add_row("  total", f"{flops.total / 1e9:.4f}")
 
     memory = accounting.estimate_memory(recipe, data_parallel_size, zero_stage)
-    lines = vars(memory) | {"total": memory.total}
     place = f"TP {tp}, DP {data_parallel_size}, ZeRO {zero_stage}, {training.precision}"
-    gibibytes = {name: f"{value / 2**30:.2f}" for name, value in lines.items()}
+    gibibytes = {name: f"{value / 2**30:.2f}" for name, value in (vars(memory) | {"total": memory.total}).items()}
     section(f"GiB per GPU, estimated: {place}, recompute {training.recompute}", gibibytes)
 
     step_tokens = training.global_batch_size * recipe.data.sequence_length
     tokens = step_tokens * training.train_steps
-    batch = f"{training.micro_batch_size} × {data_parallel_size} × {accumulation} accumulated"
-    rows = {
-        "sequences per step": batch,
-        "tokens per step": f"{step_tokens:,}",
-        "steps": f"{training.train_steps:,}",
-    }
-    section("training", rows | {"tokens": f"{tokens:,}", "FLOPs": f"{flops.total * tokens:.3e}"})
+    sequences = f"{training.micro_batch_size} × {data_parallel_size} × {accumulation} accumulated"
+    rows = {"sequences per step": sequences, "tokens per step": f"{step_tokens:,}"}
+    rows |= {"tokens": f"{tokens:,}", "FLOPs": f"{flops.total * tokens:.3e}"}
+    section("training", {"steps": f"{training.train_steps:,}"} | rows)
     return table
 
 

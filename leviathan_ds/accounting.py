@@ -228,12 +228,12 @@ def _generator_workspace(model: ModelConfig, tokens: int, element: int) -> int:
 # Dense peaks of the vendors' data sheets in FLOP/s, without sparsity: bf16 matrix units, and fp32 as torch
 # multiplies by default (no TF32). Names are those of torch.cuda.get_device_name; a MIG slice or a variant that
 # is not listed has another peak and matches nothing.
-_PEAK_FLOPS: tuple[tuple[str, float, float], ...] = (
+_PEAK_FLOPS: tuple[tuple[str, float, float | None], ...] = (
     (r"A100-SXM4-(40|80)GB|A100-PCIE-40GB|A100 80GB PCIe", 312e12, 19.5e12),
     (r"H100 80GB HBM3|H100 SXM5?", 989.4e12, 66.9e12),
     (r"H100 PCIe", 756e12, 51.2e12),
     (r"H200", 989.4e12, 66.9e12),
-    (r"B200", 2250e12, 75e12),
+    (r"B200", 2250e12, None),  # published fp32 peaks differ, 75e12 and 80e12
     (r"AMD Instinct MI300X( OAM)?", 1307.4e12, 163.4e12),
 )
 

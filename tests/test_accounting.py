@@ -39,7 +39,7 @@ TINY = ModelConfig(
 UNTIED = replace(TINY, embedding="dense_untied")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def process_groups() -> Iterator[None]:
     topology.initialize(1)
     yield
@@ -189,6 +189,7 @@ def test_peaks_are_dense_and_unknown_devices_have_none() -> None:
     assert accounting.device_peak_flops("NVIDIA H200", "bf16") == 989.4e12
     assert accounting.device_peak_flops("NVIDIA B200", "bf16") == 2250e12
     assert accounting.device_peak_flops("AMD Instinct MI300X", "bf16") == 1307.4e12
+    assert accounting.device_peak_flops("NVIDIA B200", "fp32") is None
     for unknown in ("", "cpu", "NVIDIA H100 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090"):
         assert accounting.device_peak_flops(unknown, "bf16") is None
 
