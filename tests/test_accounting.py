@@ -174,6 +174,16 @@ def test_memory_follows_zero_precision_and_tensor_parallelism() -> None:
     assert sharded.activations == zero[0].activations / 2
 
 
+def test_memory_of_the_loss_stops_growing_at_two_chunks() -> None:
+    def loss(micro_batch_size: int) -> int:
+        training = TrainingConfig(micro_batch_size=micro_batch_size, loss_chunk_tokens=1024)  # 512 a sequence
+        return accounting.estimate_memory(Recipe(model=UNTIED, training=training), 1, 2).loss
+
+    # bf16: logits in float32 and bf16, the gradient of the head likewise.
+    assert loss(2) == 6 * 1024 * (1024 + 64)
+    assert loss(4) == loss(8) == 6 * 1024 * (2048 + 64)
+
+
 def test_memory_of_the_generator() -> None:
     dense, leviathan = (accounting.estimate_memory(Recipe(model=model), 1, 0) for model in (UNTIED, TINY))
     assert dense.generator == 0 < leviathan.generator
