@@ -1,0 +1,1 @@
+"""Raw text to megatron-core's .bin/.idx: sources, tokenizers, encoding, the files and their manifest."""

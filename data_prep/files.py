@@ -1,0 +1,60 @@
+"""Names of a dataset's files, and writing a file aside before it takes its name."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+_BLOCK_BYTES = 1 << 22
+
+
+def bin_path(prefix: Path | str) -> Path:
+    """The token ids."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: Path | str) -> Path:
+    """The index of the documents."""
+    return Path(f"{prefix}.idx")
+
+
+def manifest_path(prefix: Path | str) -> Path:
+    """What the dataset is; written last, so that its presence means a complete dataset."""
+    return Path(f"{prefix}.manifest.json")
+
+
+def dataset_tokenizer_path(prefix: Path | str) -> Path:
+    """The copy of the tokenizer that makes the dataset self-contained."""
+    return Path(f"{prefix}.tokenizer.model")
+
+
+def partial_path(path: Path) -> Path:
+    """Where `path` is written until it is complete: beside it, hence on the same file system."""
+    return path.with_name(path.name + ".partial")
+
+
+def file_digest(path: Path) -> tuple[int, str]:
+    """(size in bytes, sha256 in hexadecimal)."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            size += len(block)
+    return size, digest.hexdigest()
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[IO[bytes]]:
+    """A binary file that takes the name `path` only if the block ends without an exception."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_path(path)
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
