@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         topology.shutdown()
     print(
-        f"{report.output}: {trained.checkpoint.name} as {report.dtype} Llama, {report.num_parameters:,} parameters, "
-        f"{report.num_bytes / 1e6:.1f} MB, {time.monotonic() - start:.0f} s\n"
+        f"{report.output}: {trained.checkpoint.name} as {report.dtype} Llama, "
+        f"{report.num_parameters:,} parameters, {report.num_bytes / 1e6:.1f} MB, {time.monotonic() - start:.0f} s\n"
         f"checked: {report.tokens_compared:,} tokens of real text encode alike; "
         f"largest logit difference {report.max_logit_difference:.2e} over {report.positions_compared:,} positions"
     )

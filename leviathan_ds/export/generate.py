@@ -1,4 +1,4 @@
-"""Text from a trained model, by transformers' own `generate` on its Llama form: KV cache and sampling are theirs."""
+"""Text from a trained model, by transformers' own `generate` on its Llama form (their KV cache, their sampling)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Sampling:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids that stand for a document that begins with `prompt`: in training each followed an end-of-document."""
+    """The ids of a document's beginning: in training every document followed an end-of-document."""
     return [tokenizer.eod_id, *tokenizer.encode(prompt)]
 
 

@@ -37,9 +37,9 @@ class ExportReport:
 
 
 def check_export(trained: TrainedModel, output: Path, overwrite: bool, text: Path | None) -> None:
-    """Raise ValueError for an output in the way, an unreadable `text`, a tokenizer or shapes without an exact counterpart.
+    """Raise ValueError for what can be seen before any work.
 
-    Quick, so that a mistake shows before any work.
+    That is an output in the way, an unreadable `text`, a tokenizer or shapes without an exact counterpart.
     """
     if output.exists() and not output.is_dir():
         raise ValueError(f"{output} is a file; name a folder for the export")

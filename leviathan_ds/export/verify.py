@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,9 @@ def trainer_model(trained: TrainedModel, dtype: torch.dtype) -> LanguageModel:
     return model
 
 
-def max_logit_difference(trained: TrainedModel, llama: Any, dtype: torch.dtype, texts: list[str]) -> tuple[float, int]:
+def max_logit_difference(
+    trained: TrainedModel, llama: Any, dtype: torch.dtype, texts: list[str]
+) -> tuple[float, int]:
     """Largest difference between the trainer's logits and those of a float32 Llama, and over how many positions.
 
     dtype: of the exported weights. A NaN on either side counts as infinite.
@@ -91,6 +94,6 @@ def max_logit_difference(trained: TrainedModel, llama: Any, dtype: torch.dtype, 
     with torch.no_grad():
         for tokens in sequences(trained, texts):
             difference = (reference(tokens) - llama(tokens, use_cache=False).logits).abs().max().item()
-            largest = max(largest, difference if difference == difference else float("inf"))
+            largest = max(largest, float("inf") if math.isnan(difference) else difference)
             positions += tokens.numel()
     return largest, positions
