@@ -6,6 +6,7 @@ comparing its logits and its encoding with the trainer's on real text.
 
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     start = time.monotonic()
 
+    warnings.filterwarnings("ignore", module="megatron")  # it misses Transformer Engine, unused here
     from transformers.utils import logging
 
     from leviathan_ds.export.llama import find_trained_model
@@ -49,9 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     finally:
         topology.shutdown()
+    seconds = time.monotonic() - start
     print(
         f"{report.output}: {trained.checkpoint.name} as {report.dtype} Llama, "
-        f"{report.num_parameters:,} parameters, {report.num_bytes / 1e6:.1f} MB, {time.monotonic() - start:.0f} s\n"
+        f"{report.num_parameters:,} parameters, {report.num_bytes / 1e6:.1f} MB, {seconds:.0f} s\n"
         f"checked: {report.tokens_compared:,} tokens of real text encode alike; "
         f"largest logit difference {report.max_logit_difference:.2e} over {report.positions_compared:,} positions"
     )

@@ -1,6 +1,7 @@
 """Continue a text with a trained model: `python launchers/generate.py --checkpoint runs/NAME --prompt "…"`."""
 
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 2 for the user's mistake."""
     options = build_parser().parse_args(arguments)
 
+    warnings.filterwarnings("ignore", module="megatron")  # it misses Transformer Engine, unused here
     from transformers.utils import logging
 
     from leviathan_ds.export.generate import Sampling, generate

@@ -1,4 +1,4 @@
-"""Text from a trained model, by transformers' own `generate` on its Llama form (their KV cache, their sampling)."""
+"""Text from a trained model, by transformers' own `generate` on its Llama form (KV cache, sampling)."""
 
 from __future__ import annotations
 

@@ -66,7 +66,10 @@ def export_llama(
     check_export(trained, output, overwrite, text)
     texts = limited(real_text(trained, text))
     with _published(output) as folder:
-        llama = to_llama(trained)
+        try:
+            llama = to_llama(trained)
+        except ValueError as error:  # a recipe that was edited since
+            raise ExportRefused(str(error)) from error
         dtype, num_parameters = llama.dtype, llama.num_parameters()
         llama.save_pretrained(folder)
         del llama
@@ -74,7 +77,7 @@ def export_llama(
         try:
             tokens_compared = check_encoding(folder, trained.tokenizer, [*PROBES, *texts])
         except ValueError as error:
-            raise ExportRefused(str(error)) from None
+            raise ExportRefused(str(error)) from error
         difference, positions = max_logit_difference(trained, load_exported(folder), dtype, texts)
         if difference > LOGIT_TOLERANCE:
             raise ExportRefused(
@@ -101,9 +104,10 @@ def load_exported(folder: Path) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    llama, loading = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, output_loading_info=True
     )
+    llama, loading = loaded
     wrong = {kind: sorted(map(str, names)) for kind, names in loading.items() if names}
     if wrong:
         raise ExportRefused(f"from_pretrained does not find the exported parameters in order: {wrong}")

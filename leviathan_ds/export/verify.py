@@ -17,6 +17,7 @@ from data_prep.sample import sample_corpus_path
 from data_prep.sources import iter_documents
 from leviathan_ds.config import ParallelConfig
 from leviathan_ds.export.llama import TrainedModel
+from leviathan_ds.model.embedding import GeneratorEmbedding
 from leviathan_ds.model.language_model import LanguageModel
 from leviathan_ds.model.weights import load_full_weights
 from leviathan_ds.parallel import topology
@@ -76,7 +77,7 @@ def trainer_model(trained: TrainedModel, dtype: torch.dtype) -> LanguageModel:
     model = LanguageModel(trained.recipe.model, ParallelConfig())
     load_full_weights(model, trained.checkpoint)
     model.to(topology.device()).eval()
-    if dtype != torch.float32 and trained.recipe.model.embedding == "leviathan":
+    if dtype != torch.float32 and isinstance(model.embedding, GeneratorEmbedding):
         model.embedding.generator.register_forward_hook(lambda *call: call[-1].to(dtype).float())
         model.embedding.cache_table()  # in the same chunks as the exported one, or roundings would differ
     return model
