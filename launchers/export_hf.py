@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    topology.initialize(1)
     try:
         report = export_llama(trained, options.output, overwrite=options.overwrite, text=options.text)
     except ExportRefused as error:

@@ -59,6 +59,7 @@ def export_llama(
     """Publish a checkpoint as a plain Hugging Face Llama in the folder `output`.
 
     text: a file to check with, instead of the run's dataset. Notes `hf_max_logit_diff` in the run's summary.
+    Needs `topology.initialize(1)`: not done here, since every set of process groups keeps its threads.
     Raises ValueError as `check_export` does, and ExportRefused when the written files, loaded back by
     `AutoModelForCausalLM` and `AutoTokenizer`, lack or add a parameter, differ from the trainer's logits by
     more than LOGIT_TOLERANCE at any position, or encode text otherwise. `output` is untouched then.

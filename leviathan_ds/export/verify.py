@@ -68,12 +68,11 @@ def sequences(trained: TrainedModel, texts: list[str]) -> Iterator[Tensor]:
 
 
 def trainer_model(trained: TrainedModel, dtype: torch.dtype) -> LanguageModel:
-    """The trainer's own model in one process, computing in float32 from the checkpoint's weights.
+    """The trainer's own model at TP = 1 (`topology.initialize(1)` comes first), computing in float32 from the checkpoint's weights.
 
     dtype: of the checkpoint. Below float32 the generator's output is rounded to it, because the exported
     table is: the two models then differ in nothing that either of them stores.
     """
-    topology.initialize(1)
     model = LanguageModel(trained.recipe.model, ParallelConfig())
     load_full_weights(model, trained.checkpoint)
     model.to(topology.device()).eval()
