@@ -68,7 +68,7 @@ def sequences(trained: TrainedModel, texts: list[str]) -> Iterator[Tensor]:
 
 
 def trainer_model(trained: TrainedModel, dtype: torch.dtype) -> LanguageModel:
-    """The trainer's own model at TP = 1 (`topology.initialize(1)` comes first), computing in float32 from the checkpoint's weights.
+    """The trainer's own model, in float32 from the checkpoint's weights; needs `topology.initialize(1)`.
 
     dtype: of the checkpoint. Below float32 the generator's output is rounded to it, because the exported
     table is: the two models then differ in nothing that either of them stores.
