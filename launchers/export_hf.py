@@ -32,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module="megatron")  # it misses Transformer Engine, unused here
     from transformers.utils import logging
 
-    from leviathan_ds.export.llama import find_trained_model
     from leviathan_ds.export.publish import ExportRefused, check_export, export_llama
     from leviathan_ds.parallel import topology
+    from leviathan_ds.trained_model import find_trained_model
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

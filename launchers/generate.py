@@ -31,8 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from transformers.utils import logging
 
     from leviathan_ds.export.generate import Sampling, generate
-    from leviathan_ds.export.llama import find_trained_model, to_llama
+    from leviathan_ds.export.llama import to_llama
     from leviathan_ds.parallel import topology
+    from leviathan_ds.trained_model import find_trained_model
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -28,7 +28,7 @@ from leviathan_ds import run_directory
 from leviathan_ds.config import DataConfig, GeneratorConfig, ModelConfig, ParallelConfig, Recipe, TrainingConfig
 from leviathan_ds.export import names, verify
 from leviathan_ds.export.generate import Sampling, generate
-from leviathan_ds.export.llama import find_trained_model, to_llama
+from leviathan_ds.export.llama import to_llama
 from leviathan_ds.export.publish import ExportRefused, export_llama
 from leviathan_ds.export.tokenizer import PROBES, check_convertible, check_encoding, write_tokenizer
 from leviathan_ds.export.verify import real_text
@@ -36,6 +36,7 @@ from leviathan_ds.model.initialization import initialize_weights
 from leviathan_ds.model.language_model import LanguageModel
 from leviathan_ds.model.weights import load_full_weights, shard_file
 from leviathan_ds.parallel import registry, topology
+from leviathan_ds.trained_model import find_trained_model
 
 VOCAB_SIZE = 509
 GENERATOR = GeneratorConfig(num_coordinates=2, seed_size=8, num_heads=2, num_knots=6, rank=4, out_proj_std=1.0)

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from data_prep.errors import UserError
 from data_prep.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn. Raises ValueError naming the option that cannot work."""
+    """How the next token is drawn. Raises UserError naming the option that cannot work."""
 
     max_new_tokens: int = 200
     temperature: float = 0.8
@@ -31,7 +32,7 @@ class Sampling:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
         ):
             if not holds:
-                raise ValueError(f"--{name} must be {wanted}, got {getattr(self, name)}")
+                raise UserError(f"--{name} must be {wanted}, got {getattr(self, name)}")
 
     def generate_options(self) -> dict[str, Any]:
         """The keyword arguments of transformers' `generate`."""

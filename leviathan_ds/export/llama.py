@@ -6,7 +6,6 @@ what is left is a Llama that loads without any code of ours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,45 +13,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from data_prep.tokenizers import Tokenizer, load_tokenizer
-from leviathan_ds import recipe as recipes
-from leviathan_ds import run_directory
-from leviathan_ds.config import ModelConfig, Recipe
+from data_prep.errors import UserError
+from leviathan_ds.config import ModelConfig
 from leviathan_ds.export.names import EMBED_TOKENS, GENERATOR_PREFIX, correspondences
 from leviathan_ds.model.generator import SplineGenerator
 from leviathan_ds.model.weights import full_weights
-
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """A checkpoint with what its run says of it; `recipe.model.vocab_size` is filled in."""
-
-    checkpoint: Path
-    recipe: Recipe
-    tokenizer: Tokenizer
-
-    @property
-    def run(self) -> Path:
-        return run_directory.run_of(self.checkpoint)
-
-
-def find_trained_model(path: Path) -> TrainedModel:
-    """What a user means by a run directory or by one of its checkpoints.
-
-    Raises ValueError when there is no complete checkpoint, no readable recipe or no tokenizer.
-    """
-    checkpoint = run_directory.find_checkpoint(path)
-    run = run_directory.run_of(checkpoint)
-    recipe = recipes.load(run / run_directory.RECIPE)
-    tokenizer = load_tokenizer(run / run_directory.TOKENIZER)
-    return TrainedModel(checkpoint, recipe.with_vocabulary(tokenizer.vocab_size), tokenizer)
+from leviathan_ds.trained_model import TrainedModel
 
 
 def to_llama(trained: TrainedModel) -> Any:
     """The checkpoint's model as a `transformers.LlamaForCausalLM` on the CPU, in evaluation mode.
 
     Weights keep the checkpoint's dtype, whatever its tensor-parallel degree; the generator's table is computed
-    in float32 and then rounded to it. Raises ValueError when the checkpoint's tensors are not the recipe's
+    in float32 and then rounded to it. Raises UserError when the checkpoint's tensors are not the recipe's
     model, and for shapes that Llama does not have.
     """
     from transformers import GenerationConfig, LlamaForCausalLM
@@ -66,7 +39,7 @@ def to_llama(trained: TrainedModel) -> Any:
     found = {name: tuple(weight.shape) for name, weight in weights.items()}
     if found != expected:
         wrong = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
-        raise ValueError(
+        raise UserError(
             f"{trained.checkpoint} is not a checkpoint of its run's recipe: {wrong[0]} is {found.get(wrong[0])}, "
             f"the recipe says {expected.get(wrong[0])}"
         )
@@ -83,13 +56,13 @@ def llama_config(trained: TrainedModel, dtype: torch.dtype) -> Any:
     """The `transformers.LlamaConfig` of a recipe.
 
     Both bos and eos are the end-of-document id: in training it stood before and after every document.
-    Raises ValueError for a head size that no Llama configuration expresses.
+    Raises UserError for a head size that no Llama configuration expresses.
     """
     from transformers import LlamaConfig
 
     model, tokenizer = trained.recipe.model, trained.tokenizer
     if model.hidden_size % model.num_attention_heads:
-        raise ValueError(
+        raise UserError(
             f"model.hidden_size = {model.hidden_size} is no multiple of model.num_attention_heads = "
             f"{model.num_attention_heads}, which Hugging Face's Llama requires; it cannot be exported"
         )
@@ -122,7 +95,7 @@ def llama_weights(checkpoint: Path, model: ModelConfig) -> dict[str, Tensor]:
 
     A checkpoint of several dtypes comes out in float32, which holds them all.
 
-    Raises ValueError for a parameter that the recipe's model does not have.
+    Raises UserError for a parameter that the recipe's model does not have.
     """
     table, generator, weights, dtypes = correspondences(model), {}, {}, set()
     for name, full in full_weights(checkpoint):
@@ -133,7 +106,7 @@ def llama_weights(checkpoint: Path, model: ModelConfig) -> dict[str, Tensor]:
             entry = table[name]
             weights |= zip(entry.hugging_face, entry.split(full, model), strict=True)
         else:
-            raise ValueError(f"{checkpoint} holds {name}, which the run's recipe does not have")
+            raise UserError(f"{checkpoint} holds {name}, which the run's recipe does not have")
     if generator:
         weights[EMBED_TOKENS] = embedding_table(generator, model)
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
@@ -146,5 +119,5 @@ def embedding_table(generator_weights: dict[str, Tensor], model: ModelConfig) ->
     try:
         generator.load_state_dict(generator_weights)  # copies into float32 parameters
     except RuntimeError as error:
-        raise ValueError(f"the generator's weights are not the recipe's: {' '.join(str(error).split())}") from None
+        raise UserError(f"the generator's weights are not the recipe's: {' '.join(str(error).split())}") from None
     return generator.table()

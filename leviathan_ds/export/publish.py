@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 
+from data_prep.errors import UserError
 from leviathan_ds import run_directory
-from leviathan_ds.export.llama import TrainedModel, llama_config, to_llama
+from leviathan_ds.export.llama import llama_config, to_llama
 from leviathan_ds.export.tokenizer import PROBES, check_convertible, check_encoding, write_tokenizer
 from leviathan_ds.export.verify import LOGIT_TOLERANCE, limited, max_logit_difference, real_text
+from leviathan_ds.trained_model import TrainedModel
 
 CONFIG = "config.json"
 
 
-class ExportRefused(ValueError):
+class ExportRefused(UserError):
     """The export does not reproduce the trainer; nothing was published."""
 
 
@@ -37,17 +39,17 @@ class ExportReport:
 
 
 def check_export(trained: TrainedModel, output: Path, overwrite: bool, text: Path | None) -> None:
-    """Raise ValueError for what can be seen before any work.
+    """Raise UserError for what can be seen before any work.
 
     That is an output in the way, an unreadable `text`, a tokenizer or shapes without an exact counterpart.
     """
     if output.exists() and not output.is_dir():
-        raise ValueError(f"{output} is a file; name a folder for the export")
+        raise UserError(f"{output} is a file; name a folder for the export")
     if output.is_dir() and any(output.iterdir()):
         if not overwrite:
-            raise ValueError(f"{output} is not empty; choose another --output or pass --overwrite")
+            raise UserError(f"{output} is not empty; choose another --output or pass --overwrite")
         if not (output / CONFIG).is_file():
-            raise ValueError(f"{output} is not empty and holds no export; --overwrite replaces only an export")
+            raise UserError(f"{output} is not empty and holds no export; --overwrite replaces only an export")
     check_convertible(trained.tokenizer)
     llama_config(trained, torch.float32)
     real_text(trained, text)
@@ -60,7 +62,7 @@ def export_llama(
 
     text: a file to check with, instead of the run's dataset. Notes `hf_max_logit_diff` in the run's summary.
     Needs `topology.initialize(1)`: not done here, since every set of process groups keeps its threads.
-    Raises ValueError as `check_export` does, and ExportRefused when the written files, loaded back by
+    Raises UserError as `check_export` does, and ExportRefused when the written files, loaded back by
     `AutoModelForCausalLM` and `AutoTokenizer`, lack or add a parameter, differ from the trainer's logits by
     more than LOGIT_TOLERANCE at any position, or encode text otherwise. `output` is untouched then.
     """

@@ -17,6 +17,7 @@ import tokenizers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, decoders, models, normalizers
 
+from data_prep.errors import UserError
 from data_prep.tokenizers import Tokenizer
 
 TOKENIZER_JSON, TOKENIZER_CONFIG, SENTENCEPIECE_MODEL = (
@@ -51,14 +52,14 @@ PROBES = (
 
 
 def check_convertible(tokenizer: Tokenizer) -> None:
-    """Raise ValueError, naming the way out, for a tokenizer whose encoding cannot be rebuilt exactly."""
+    """Raise UserError, naming the way out, for a tokenizer whose encoding cannot be rebuilt exactly."""
     _convertible_proto(tokenizer)
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, model_max_length: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and a copy of tokenizer.model into `folder`.
 
-    Raises ValueError as `check_convertible` does.
+    Raises UserError as `check_convertible` does.
     """
     proto = _convertible_proto(tokenizer)
     _build(proto).save(str(folder / TOKENIZER_JSON))
@@ -86,14 +87,14 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, model_max_length: int) -
 def check_encoding(folder: Path, tokenizer: Tokenizer, texts: Iterable[str]) -> int:
     """Encode texts with the exported tokenizer as users load it, and with the training tokenizer.
 
-    Returns the number of tokens compared. Raises ValueError with the first text on which ids or decoded text
+    Returns the number of tokens compared. Raises UserError with the first text on which ids or decoded text
     differ.
     """
     from transformers import AutoTokenizer
 
     exported: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if exported.eos_token_id != tokenizer.eod_id or exported.bos_token_id != tokenizer.eod_id:
-        raise ValueError(
+        raise UserError(
             f"the exported tokenizer's end of document is {exported.eos_token_id}, not {tokenizer.eod_id}"
         )
     num_tokens = 0
@@ -103,21 +104,19 @@ def check_encoding(folder: Path, tokenizer: Tokenizer, texts: Iterable[str]) -> 
         if found != expected:
             place = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), -1)
             around = tokenizer.decode(expected[max(0, place - 5) : place + 5])
-            raise ValueError(
+            raise UserError(
                 f"the exported tokenizer encodes otherwise than the training tokenizer near {around!r}"
             )
         # SentencePiece shows an unknown piece as " ⁇ ": its text is lost in either program.
         if exported.unk_token_id not in found and exported.decode(found) != tokenizer.decode(expected):
-            raise ValueError(
-                f"the exported tokenizer decodes otherwise than the training tokenizer: {text[:60]!r}"
-            )
+            raise UserError(f"the exported tokenizer decodes otherwise than the training tokenizer: {text[:60]!r}")
         num_tokens += len(expected)
     return num_tokens
 
 
 def _convertible_proto(tokenizer: Tokenizer) -> Any:
     if tokenizer.kind != "sentencepiece":
-        raise ValueError(
+        raise UserError(
             f"{tokenizer.path}: a {tokenizer.kind} tokenizer cannot be exported yet, only SentencePiece"
         )
     proto: Any = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
@@ -145,7 +144,7 @@ def _convertible_proto(tokenizer: Tokenizer) -> Any:
         ),
     ):
         if problem:
-            raise ValueError(f"{tokenizer.path}: {reason}")
+            raise UserError(f"{tokenizer.path}: {reason}")
     return proto
 
 

@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from data_prep.errors import UserError
 from data_prep.files import bin_path
 from data_prep.indexed import IndexedReader
 from data_prep.sample import sample_corpus_path
 from data_prep.sources import iter_documents
-from leviathan_ds.config import ParallelConfig
-from leviathan_ds.export.llama import TrainedModel
 from leviathan_ds.model.embedding import GeneratorEmbedding
 from leviathan_ds.model.language_model import LanguageModel
-from leviathan_ds.model.weights import load_full_weights
 from leviathan_ds.parallel import topology
+from leviathan_ds.trained_model import TrainedModel
 
 LOGIT_TOLERANCE = 1e-4
 """Largest difference of any logit, both models computing in float32."""
@@ -33,15 +32,15 @@ TEXT_CHARACTERS = 2_000_000
 def real_text(trained: TrainedModel, text: Path | None) -> Iterator[str]:
     """Documents to check with: a text file, or the run's own dataset, or the sample corpus if it has moved.
 
-    Raises ValueError when the file cannot be read as UTF-8 text or is empty.
+    Raises UserError when the file cannot be read as UTF-8 text or is empty.
     """
     if text is not None:
         try:
             content = text.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--text {text}: {error}") from None
+            raise UserError(f"--text {text}: {error}") from None
         if not content.strip():
-            raise ValueError(f"--text {text}: holds no text")
+            raise UserError(f"--text {text}: holds no text")
         return iter([content])
     for prefix in trained.recipe.data.prefixes:
         if bin_path(prefix).is_file():
@@ -68,14 +67,12 @@ def sequences(trained: TrainedModel, texts: list[str]) -> Iterator[Tensor]:
 
 
 def trainer_model(trained: TrainedModel, dtype: torch.dtype) -> LanguageModel:
-    """The trainer's own model, in float32 from the checkpoint's weights; needs `topology.initialize(1)`.
+    """The trainer's own model (`TrainedModel.build`), rounding what an export has to round.
 
     dtype: of the checkpoint. Below float32 the generator's output is rounded to it, because the exported
     table is: the two models then differ in nothing that either of them stores.
     """
-    model = LanguageModel(trained.recipe.model, ParallelConfig())
-    load_full_weights(model, trained.checkpoint)
-    model.to(topology.device()).eval()
+    model = trained.build()
     if dtype != torch.float32 and isinstance(model.embedding, GeneratorEmbedding):
         model.embedding.generator.register_forward_hook(lambda *call: call[-1].to(dtype).float())
         model.embedding.cache_table()  # in the same chunks as the exported one, or roundings would differ
