@@ -16,7 +16,8 @@ from leviathan_ds.model.generator import (
     reference_separable_product,
     spline_basis,
 )
-from leviathan_ds.model.separable import separable_product, three_knots
+from leviathan_ds.model.separable import portable_separable_product, three_knots
+from leviathan_ds.model.separable_native import separable_product
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = ("lev_small", "lev_paper_sizes", "lev_signs")
@@ -40,7 +41,7 @@ def relative(found: Tensor, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("product", [reference_separable_product, separable_product])
+@pytest.mark.parametrize("product", [reference_separable_product, portable_separable_product, separable_product])
 @pytest.mark.parametrize("file", FILES)
 def test_golden_values(file, product, dtype, tolerance):
     golden = np.load(GOLDEN / f"{file}.npz")

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from leviathan_ds.config import GeneratorConfig, integer_root
-from leviathan_ds.model.separable import separable_product
+from leviathan_ds.model.separable_native import separable_product
 
 LAYER_NORM_EPSILON = 1e-5
 
@@ -42,7 +42,7 @@ def reference_separable_product(
 ) -> Float[Tensor, "h n r"]:
     """Steps 4 to 6 as they are defined: M[ρ] = Π_c Σ_g B[c,g]·(1 + Δ[c,g,ρ]).
 
-    Materialises n·h·d·r values: for tests and for reading. `separable.separable_product` is the same map.
+    Materialises n·h·d·r values: for tests and for reading. `separable_product` is the same map.
     """
     basis = spline_basis(t, delta.shape[2], normalize)
     phi = torch.einsum("hndg,hdgr->hndr", basis, 1 + delta)

@@ -1,4 +1,4 @@
-"""The separable product of the generator (steps 4 to 6) without its memory.
+"""The separable product of the generator (steps 4 to 6) without its memory, on any device.
 
 The definition holds h·d·r values φ for every id: 256 KiB a token at the paper's sizes. Here the ids are
 taken in blocks small enough for the cache, φ of a block is one batched matrix product, and Π over the d
@@ -20,7 +20,7 @@ _BLOCK_VALUES_CPU = 1 << 19
 _BLOCK_VALUES_GPU = 1 << 27
 
 
-def separable_product(
+def portable_separable_product(
     t: Float[Tensor, "h n d"], delta: Float[Tensor, "h d κ r"], normalize: bool
 ) -> Float[Tensor, "h n r"]:
     """M[l,i,ρ] = Π_c Σ_g B_g(t[l,i,c])·(1 + Δ[l,c,g,ρ]), differentiable in t and Δ.
@@ -92,7 +92,7 @@ class _SeparableProduct(torch.autograd.Function):
         num_knots, rank = delta.shape[2:]
         modes = t.new_empty(num_heads, num_ids, rank)
         for head in range(num_heads):
-            splines = _padded_splines(delta[head])
+            splines = padded_splines(delta[head])
             for block in _blocks(t, rank):
                 middle, values, _ = three_knots(t[head, block].T, num_knots, normalize)
                 phi = torch.bmm(_dense_basis(middle, values, num_knots), splines)
@@ -106,7 +106,7 @@ class _SeparableProduct(torch.autograd.Function):
         num_knots, rank = delta.shape[2:]
         grad_t, grad_delta = torch.empty_like(t), torch.zeros_like(delta)
         for head in range(t.shape[0]):
-            splines = _padded_splines(delta[head])
+            splines = padded_splines(delta[head])
             grad_splines = torch.zeros_like(splines)
             for block in _blocks(t, rank):
                 middle, values, slopes = three_knots(t[head, block].T, num_knots, ctx.normalize)
@@ -122,7 +122,8 @@ class _SeparableProduct(torch.autograd.Function):
         return grad_t, grad_delta, None
 
 
-def _padded_splines(delta: Float[Tensor, "d κ r"]) -> Float[Tensor, "d κ+2 r"]:
+def padded_splines(delta: Float[Tensor, "*h d κ r"]) -> Float[Tensor, "*h d κ+2 r"]:
+    """The coefficients 1 + Δ with a row of zeros before the first knot and after the last."""
     return torch.nn.functional.pad(1 + delta, (0, 0, 1, 1))
 
 
