@@ -80,12 +80,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
-            if key_node.value in seen:
+            key = str(key_node.value)
+            if key in seen:
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {key_node.value!r} stands twice", problem_mark=key_node.start_mark
+                    problem=f"the key {key!r} stands twice", problem_mark=key_node.start_mark
                 )
-            if isinstance(key_node, yaml.ScalarNode):
-                seen.add(key_node.value)
+            seen.add(key)
         return super().construct_mapping(node, deep)
 
 

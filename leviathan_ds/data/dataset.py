@@ -157,6 +157,7 @@ def _open(
     if not cache.is_dir():
         # Built aside and renamed: a killed build leaves nothing that a later run would trust.
         aside = cache.with_name(f"{name}.{os.uname().nodename}.{os.getpid()}")
+        shutil.rmtree(aside, ignore_errors=True)  # a killed build's whose process id has come round again
         # The rank outside torch.distributed builds, whoever it is: without that megatron-core would let
         # only global rank 0 write, and a node without a shared disk would find no file.
         dataset(aside)
