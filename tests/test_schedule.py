@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -37,9 +38,9 @@ def test_warm_up_is_linear_and_the_cosine_follows_its_formula() -> None:
 def test_continuous_and_falling_after_the_warm_up() -> None:
     _, rates = schedule(train_steps=1000, warmup_steps=100, lr=1.0, min_lr=0.0)
     after = rates[99:]
-    drops = [before - rate for before, rate in zip(after, after[1:], strict=False)]
+    drops = [before - rate for before, rate in pairwise(after)]
     assert all(0 < drop <= math.pi / 2 / 900 for drop in drops)  # the cosine's steepest slope
-    assert max(abs(a - b) for a, b in zip(rates, rates[1:], strict=False)) <= 0.01 + 1e-12
+    assert max(abs(a - b) for a, b in pairwise(rates)) <= 0.01 + 1e-12
 
 
 def test_no_warm_up_and_nothing_but_warm_up() -> None:
