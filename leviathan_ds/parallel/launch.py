@@ -52,20 +52,35 @@ def check_hostfile() -> None:
             arguments = ancestor.cmdline()
         except psutil.Error:
             continue
-        launcher = any(Path(argument).name in {"deepspeed", "ds", "runner.py"} for argument in arguments[:4])
-        if not launcher and "deepspeed.launcher.runner" not in arguments:
+        launcher = next((i for i, argument in enumerate(arguments[:4]) if _is_launcher(argument)), None)
+        if launcher is None:
             continue
-        for index, argument in enumerate(arguments):
-            name, _, value = argument.partition("=")
-            if name not in {"-H", "--hostfile"}:
-                continue
-            hostfile = _working_directory(ancestor) / (value or arguments[index + 1])
+        given = _hostfile_option(arguments[launcher + 1 :])
+        if given is not None:
+            hostfile = _working_directory(ancestor) / given
             if not hostfile.is_file():
                 raise UserError(
                     f"--hostfile {hostfile} does not exist; DeepSpeed would train on this node alone. "
                     "Give a file with lines such as `worker-1 slots=8`, or leave the option out"
                 )
         return
+
+
+def _is_launcher(argument: str) -> bool:
+    return Path(argument).name in {"deepspeed", "ds", "runner.py"} or argument == "deepspeed.launcher.runner"
+
+
+def _hostfile_option(arguments: list[str]) -> str | None:
+    """The hostfile on a launcher's command line, in any spelling that its argparse takes."""
+    for index, argument in enumerate(arguments):
+        if argument.endswith(".py"):
+            return None  # the user's script; what follows is its own
+        name, equals, value = argument.partition("=")
+        if name == "-H" or (len(name) > 4 and "--hostfile".startswith(name)):
+            return value if equals else arguments[index + 1]
+        if argument.startswith("-H"):
+            return argument[2:]
+    return None
 
 
 def _working_directory(process: psutil.Process) -> Path:
