@@ -25,7 +25,8 @@ from leviathan_ds.training import job, loop
 ROOT = Path(__file__).parents[1]
 ZERO1 = ROOT / "ds_configs" / "zero1.json"
 TINY = """
-model: {{hidden_size: 32, num_layers: 1, num_attention_heads: 2, generator: {{seed_size: 8, num_heads: 2, rank: 4}}}}
+model:
+  {{hidden_size: 32, num_layers: 1, num_attention_heads: 2, generator: {{seed_size: 8, num_heads: 2, rank: 4}}}}
 data: {{prefixes: ["{prefix}"], sequence_length: 32, validation_fraction: 0.2, num_workers: 0}}
 training: {{train_steps: 4, warmup_steps: 1, micro_batch_size: 2, global_batch_size: 4, precision: fp32}}
 run: {{eval_samples: 2}}
@@ -41,6 +42,7 @@ class Case:
         self.recipe.write_text(TINY.format(prefix=prefix))
         shutil.copyfile(ZERO1, self.ds_config)
         self.options: list[str] = []
+        self.started: list[job.Job] = []
 
     @property
     def arguments(self) -> list[str]:
@@ -56,10 +58,8 @@ def case(tmp_path: Path, corpus_copy: Callable[..., Path], monkeypatch: pytest.M
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "run", lambda checked: started.append(checked))
-    started: list[job.Job] = []
     made = Case(tmp_path, corpus_copy("data"))
-    made.started = started  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(loop, "run", made.started.append)
     return made
 
 
@@ -165,7 +165,7 @@ def test_mistake_is_one_line_and_nothing_is_written(
     for word in words:
         assert word in message
     assert case.files() == before
-    assert not case.started  # pyright: ignore[reportAttributeAccessIssue]
+    assert not case.started
     with pytest.raises(SystemExit) as exited:
         pretrain.exit_with(raised.value)
     assert exited.value.code == 2
@@ -175,7 +175,7 @@ def test_mistake_is_one_line_and_nothing_is_written(
 def test_correct_case_starts(case: Case) -> None:
     before = case.files()
     pretrain.main(case.arguments)
-    (checked,) = case.started  # pyright: ignore[reportAttributeAccessIssue]
+    (checked,) = case.started
     assert checked.recipe.model.vocab_size == 600
     assert (checked.num_passes, checked.resume_from, checked.finished) == (2, None, False)
     assert len(checked.train_dataset) >= 16
@@ -214,16 +214,16 @@ def complete_checkpoint(case: Case, step: int, fingerprints: list[str]) -> Path:
 def test_harmless_differences_resume(case: Case) -> None:
     start_with(case, "--run.log_interval=3", "--data.num_workers=1", "--training.recompute=full")
     pretrain.main(case.arguments)
-    assert len(case.started) == 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(case.started) == 1
 
 
 def test_changed_data_is_refused_at_a_resume(case: Case) -> None:
     start_with(case)
     pretrain.main(case.arguments)
-    (checked,) = case.started  # pyright: ignore[reportAttributeAccessIssue]
+    (checked,) = case.started
     folder = complete_checkpoint(case, 2, checked.data.fingerprints)
     pretrain.main(case.arguments)
-    assert case.started[1].resume_from == folder  # pyright: ignore[reportAttributeAccessIssue]
+    assert case.started[1].resume_from == folder
     shutil.rmtree(folder)
     complete_checkpoint(case, 2, ["another"])
     with pytest.raises(UserError, match=r"step_00000002 was trained on other data"):
@@ -233,10 +233,10 @@ def test_changed_data_is_refused_at_a_resume(case: Case) -> None:
 def test_finished_run_says_so_and_does_nothing(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     start_with(case)
     pretrain.main(case.arguments)
-    (checked,) = case.started  # pyright: ignore[reportAttributeAccessIssue]
+    (checked,) = case.started
     complete_checkpoint(case, 4, checked.data.fingerprints)
     pretrain.main(case.arguments)
-    assert len(case.started) == 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(case.started) == 1
     assert "run is done: all 4 steps were trained" in capsys.readouterr().out
 
 
@@ -245,7 +245,7 @@ def test_start_killed_while_it_describes_the_run_can_start_again(
     case: Case, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
     pretrain.main(case.arguments)
-    (checked,) = case.started  # pyright: ignore[reportAttributeAccessIssue]
+    (checked,) = case.started
     real, left = Path.replace, [writes]
 
     def replace_until_killed(self: Path, target: Path) -> Path:
@@ -263,7 +263,7 @@ def test_start_killed_while_it_describes_the_run_can_start_again(
         else:
             job.write_run_dir(checked)
     pretrain.main(case.arguments)
-    job.write_run_dir(case.started[1])  # pyright: ignore[reportAttributeAccessIssue]
+    job.write_run_dir(case.started[1])
     assert recipes.load(case.run_dir / run_directory.RECIPE) == checked.recipe
     assert (case.run_dir / run_directory.TOKENIZER).is_file()
     assert json.loads((case.run_dir / run_directory.DS_CONFIG).read_text()) == checked.ds_config

@@ -76,7 +76,7 @@ def _hostfile_option(arguments: list[str]) -> str | None:
         if argument.endswith(".py"):
             return None  # the user's script; what follows is its own
         name, equals, value = argument.partition("=")
-        if name == "-H" or (len(name) > 4 and "--hostfile".startswith(name)):
+        if name == "-H" or (len(name) > 3 and "--hostfile".startswith(name)):
             return value if equals else arguments[index + 1]
         if argument.startswith("-H"):
             return argument[2:]
