@@ -32,7 +32,9 @@ DATA = DataConfig(prefixes=("data/demo/sample",), sequence_length=256, num_worke
 PUBLISHED_LIKE = GeneratorConfig(codebook_std=0.02, seed_proj_std=0.02, center_product=False)
 CONDITIONED = GeneratorConfig()
 SMALL = replace(CONDITIONED, seed_size=32, num_heads=8, num_knots=8, rank=32, spline_delta_std=0.2)
-ARMS: dict[str, tuple[str, GeneratorConfig, float]] = {  # embedding, generator, learning-rate scale of the generator
+ARMS: dict[
+    str, tuple[str, GeneratorConfig, float]
+] = {  # embedding, generator, learning-rate scale of the generator
     "dense_tied": ("dense_tied", CONDITIONED, 1.0),
     "dense_untied": ("dense_untied", CONDITIONED, 1.0),
     "published_like": ("leviathan", PUBLISHED_LIKE, 1.0),
@@ -67,7 +69,12 @@ def main() -> None:
 
 
 def train(
-    embedding: str, generator: GeneratorConfig, lr_scale: float, training: TrainingConfig, vocab_size: int, datasets
+    embedding: str,
+    generator: GeneratorConfig,
+    lr_scale: float,
+    training: TrainingConfig,
+    vocab_size: int,
+    datasets,
 ) -> dict[str, float]:
     """Losses of one arm at thirds of its run, and at its end on the validation documents."""
     config = ModelConfig(

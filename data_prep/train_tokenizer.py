@@ -75,9 +75,7 @@ def train_tokenizer(
     model = _train(sample, vocab_size, model_type, split_digits)
     tokenizer = SentencePieceTokenizer(output, model)
     if tokenizer.vocab_size != vocab_size:
-        raise UserError(
-            f"--vocab_size {vocab_size}: the text fills only {tokenizer.vocab_size}; give more text"
-        )
+        raise UserError(f"--vocab_size {vocab_size}: the text fills only {tokenizer.vocab_size}; give more text")
     num_bytes = sum(len(block.encode()) for block in sample)
     bytes_per_token = _measure(tokenizer, sample[:: num_bytes // _MEASURED_BYTES + 1])
     with written_aside(output) as file:

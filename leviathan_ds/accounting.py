@@ -160,7 +160,7 @@ def estimate_memory(recipe: Recipe, data_parallel_size: int, zero_stage: ZeroSta
     | gradients | e·N; from ZeRO-2 on e·P |
     | optimizer | fp32 master and two moments, 12·N; from ZeRO-1 on 12·P; fp32 without ZeRO has no master: 8·N |
     | activations | e·T·(L·kept + live + 2·D), see `_body_activations` |
-    | loss | logits of two chunks (the last one's are freed late), the head's gradient in float32 and in e |
+    | loss | logits of one chunk, the head's gradient in float32 and in e |
     | generator | what it keeps for each distinct id, and 4 trees' worth of its block of values φ |
 
     Not counted: communication buckets (ZeRO's reduce_bucket_size, by default 5·10⁸ elements), the CUDA
@@ -180,7 +180,7 @@ def estimate_memory(recipe: Recipe, data_parallel_size: int, zero_stage: ZeroSta
         gradients=element * (whole if zero_stage < 2 else part),
         optimizer=state_bytes * (whole if zero_stage < 1 else part),
         activations=element * tokens * _body_activations(recipe),
-        loss=_loss_workspace(model, tp, min(tokens, 2 * training.loss_chunk_tokens), element),
+        loss=_loss_workspace(model, tp, min(tokens, training.loss_chunk_tokens), element),
         generator=_generator_workspace(model, tokens, element),
     )
 

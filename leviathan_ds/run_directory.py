@@ -48,13 +48,18 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Checkpoints whose files are all there with the sizes that were written, oldest first."""
+def checkpoints(run_dir: Path) -> list[tuple[Path, str | None]]:
+    """Every checkpoint of a run, oldest first, with why it cannot be used (None: it can)."""
     folder = run_dir / CHECKPOINTS
     if not folder.is_dir():
         return []
     named = sorted(path for path in folder.iterdir() if re.fullmatch(r"step_\d{8,}", path.name))
-    return [path for path in named if incompleteness(path) is None]
+    return [(path, incompleteness(path)) for path in named]
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """Checkpoints whose files are all there with the sizes that were written, oldest first."""
+    return [path for path, reason in checkpoints(run_dir) if reason is None]
 
 
 def incompleteness(checkpoint: Path) -> str | None:

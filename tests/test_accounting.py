@@ -174,14 +174,14 @@ def test_memory_follows_zero_precision_and_tensor_parallelism() -> None:
     assert sharded.activations == zero[0].activations / 2
 
 
-def test_memory_of_the_loss_stops_growing_at_two_chunks() -> None:
+def test_memory_of_the_loss_stops_growing_at_one_chunk() -> None:
     def loss(micro_batch_size: int) -> int:
         training = TrainingConfig(micro_batch_size=micro_batch_size, loss_chunk_tokens=1024)  # 512 a sequence
         return accounting.estimate_memory(Recipe(model=UNTIED, training=training), 1, 2).loss
 
     # bf16: logits in float32 and bf16, the gradient of the head likewise.
-    assert loss(2) == 6 * 1024 * (1024 + 64)
-    assert loss(4) == loss(8) == 6 * 1024 * (2048 + 64)
+    assert loss(1) == 6 * 1024 * (512 + 64)
+    assert loss(2) == loss(8) == 6 * 1024 * (1024 + 64)
 
 
 def test_memory_of_the_generator() -> None:

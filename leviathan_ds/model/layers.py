@@ -92,7 +92,7 @@ class CausalCoreAttention(nn.Module):
 
 
 class RecomputedMLP(MLP):
-    """The MLP whose inner activations (3 × ffn_hidden_size a token, the layer's largest) are recomputed."""
+    """The MLP whose inner activations (the layer's largest: five of ffn_hidden_size a token) are recomputed."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:  # pyright: ignore
         return _recompute(super().forward, hidden_states)

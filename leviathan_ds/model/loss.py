@@ -10,6 +10,8 @@ n tokens, D hidden size, p rows of the vocabulary on this rank.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
@@ -41,28 +43,15 @@ def vocab_parallel_linear_cross_entropy(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, loss_weights, vocab_size, chunk_tokens):
-        rows, rank = weight.shape[0], parallel_state.get_tensor_model_parallel_rank()
-        first_row = rows * rank
-        true_rows = max(0, min(rows, vocab_size - first_row))
+        shard = _VocabularyShard.of(weight, vocab_size)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         # Summed over chunks in float32 whatever the weights' dtype.
         grad_weight = torch.zeros_like(weight, dtype=_accumulation_dtype(weight)) if need_weight else None
         total = hidden.new_zeros((), dtype=_accumulation_dtype(weight))
         for chunk in (slice(i, i + chunk_tokens) for i in range(0, hidden.shape[0], chunk_tokens)):
-            logits = (hidden[chunk] @ weight.T).to(_accumulation_dtype(weight))
-            logits[:, true_rows:] = -torch.inf
-            local = labels[chunk] - first_row
-            losses, probabilities = _softmax_cross_entropy_(logits, local, true_rows)
-            total += (losses * loss_weights[chunk]).sum()
-            if not (need_hidden or need_weight):
-                continue
-            grad_logits = _subtract_one_hot_(probabilities, local, true_rows)
-            grad_logits = grad_logits.mul_(loss_weights[chunk, None]).to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
-            if grad_weight is not None:
-                grad_weight += grad_logits.T @ hidden[chunk]
+            grads = (None if grad_hidden is None else grad_hidden[chunk], grad_weight)
+            total += _chunk_loss(hidden[chunk], weight, labels[chunk], loss_weights[chunk], shard, grads)
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         return total
 
@@ -80,21 +69,65 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
+class _VocabularyShard(NamedTuple):
+    """This rank's rows of the padded vocabulary: the first one's id, and how many of them are true."""
+
+    first_row: int
+    true_rows: int
+
+    @staticmethod
+    def of(weight: Tensor, vocab_size: int) -> _VocabularyShard:
+        rows = weight.shape[0]
+        first_row = rows * parallel_state.get_tensor_model_parallel_rank()
+        return _VocabularyShard(first_row, max(0, min(rows, vocab_size - first_row)))
+
+
 def _accumulation_dtype(weight: Tensor) -> torch.dtype:
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
-def _softmax_cross_entropy_(logits: Tensor, local: Tensor, true_rows: int) -> tuple[Tensor, Tensor]:
-    """Losses and probabilities of one chunk, overwriting the logits; exact over the sharded vocabulary."""
+def _chunk_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    loss_weights: Tensor,
+    shard: _VocabularyShard,
+    grads: tuple[Tensor | None, Tensor | None],
+) -> Tensor:
+    """Weighted loss of one chunk; fills the chunk's gradient of hidden and adds to the weight's.
+
+    A function of its own so that one chunk's logits are freed before the next one's exist.
+    """
+    grad_hidden, grad_weight = grads
+    logits = (hidden @ weight.T).to(_accumulation_dtype(weight))
+    logits[:, shard.true_rows :] = -torch.inf
+    local = labels - shard.first_row
+    here = (local >= 0) & (local < shard.true_rows)
+    index = local.clamp(0, logits.shape[1] - 1)[:, None]
+    losses, probabilities = _softmax_cross_entropy_(logits, index, here)
+    if grad_hidden is not None or grad_weight is not None:
+        grad_logits = probabilities.scatter_add_(1, index, -here[:, None].to(probabilities.dtype))
+        grad_logits = grad_logits.mul_(loss_weights[:, None]).to(weight.dtype)
+        if grad_hidden is not None:
+            torch.mm(grad_logits, weight, out=grad_hidden)
+        if grad_weight is not None:
+            grad_weight += grad_logits.T @ hidden
+    return (losses * loss_weights).sum()
+
+
+def _softmax_cross_entropy_(logits: Tensor, index: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and probabilities of one chunk, overwriting the logits; exact over the sharded vocabulary.
+
+    Args:
+        index: column of each token's label [n, 1], meaningful where the label is `here` on this rank.
+    """
     group = parallel_state.get_tensor_model_parallel_group()
     parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     largest = logits.amax(-1)
     if parallel:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     logits -= largest[:, None]
-    here = (local >= 0) & (local < true_rows)
-    label_logits = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-    label_logits = torch.where(here, label_logits, 0.0)
+    label_logits = torch.where(here, logits.gather(1, index)[:, 0], 0.0)
     exponentials = logits.exp_()
     denominators = exponentials.sum(-1)
     if parallel:
@@ -102,9 +135,3 @@ def _softmax_cross_entropy_(logits: Tensor, local: Tensor, true_rows: int) -> tu
         dist.all_reduce(sums, group=group)
         label_logits, denominators = sums.unbind()
     return denominators.log() - label_logits, exponentials.div_(denominators[:, None])
-
-
-def _subtract_one_hot_(probabilities: Tensor, local: Tensor, true_rows: int) -> Tensor:
-    here = ((local >= 0) & (local < true_rows)).to(probabilities.dtype)
-    index = local.clamp(0, probabilities.shape[1] - 1)[:, None]
-    return probabilities.scatter_add_(1, index, -here[:, None])

@@ -36,6 +36,8 @@ def initialize(tensor_model_parallel_size: int) -> None:
     else:
         _prepare_cpu(environment)
     _initialize_process_group(environment)
+    if parallel_state.model_parallel_is_initialized() and tensor_parallel_size() == tensor_model_parallel_size:
+        return  # groups are never freed while the world lives: each of them keeps threads and sockets
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_model_parallel_size)
     # Sequence parallelism forks Megatron's CUDA generator around the layers. Nothing here is random after

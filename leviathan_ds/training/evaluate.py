@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Int
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from data_prep.tokenizers import Tokenizer
 from leviathan_ds.data.loader import Batch
 from leviathan_ds.data.sampler import GlobalBatchSampler
 from leviathan_ds.model.embedding import DistinctIds
@@ -49,23 +51,32 @@ def validation_batches(num_samples: int, available: int, micro_batch_size: int) 
     return [[index % available for index in indices] for indices in sampler.step_indices(0)]
 
 
-def evaluate(model: nn.Module, batches: Iterable[Batch], token_bytes: Tensor, device: torch.device) -> Evaluation:
+def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> Int[Tensor, " V"]:
+    """Bytes of text that each id of the model's vocabulary stands for; 0 beyond the tokenizer's."""
+    lengths = torch.zeros(vocab_size, dtype=torch.int64)
+    lengths[: tokenizer.vocab_size] = torch.from_numpy(tokenizer.token_byte_lengths())
+    return lengths
+
+
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], bytes_of_token: Tensor, device: torch.device
+) -> Evaluation:
     """Evaluate over all data-parallel ranks' batches. Collective; leaves the model's mode as it was.
 
     Args:
         model: the language model or the engine around it.
-        token_bytes: bytes of text that each token id stands for, int [V].
+        bytes_of_token: of `token_bytes`, [V].
     """
     was_training = model.training
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
-    token_bytes = token_bytes.to(device)
+    bytes_of_token = bytes_of_token.to(device)
     with torch.no_grad():
         for cpu_batch in batches:
             batch = cpu_batch.to(device)
             distinct = DistinctIds(batch.distinct_ids, batch.inverse)
             nats = model(batch.tokens, batch.labels, batch.loss_mask, distinct)
-            counted = (token_bytes[batch.labels] * batch.loss_mask).sum()
+            counted = (bytes_of_token[batch.labels] * batch.loss_mask).sum()
             totals += torch.stack([nats.double(), batch.loss_mask.sum().double(), counted.double()])
     dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
     model.train(was_training)

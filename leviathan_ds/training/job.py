@@ -33,6 +33,7 @@ class Job:
     train_dataset: Any
     validation_dataset: Any
     resume_from: Path | None
+    passed_over: tuple[str, ...] = ()  # newer checkpoints than resume_from that cannot be used, and why
 
     @property
     def finished(self) -> bool:
@@ -69,14 +70,23 @@ def prepare(recipe: Recipe, ds_config_path: Path, run_dir: Path, world_size: int
     data = check_data(recipe.data)
     recipe = recipe.with_vocabulary(data.vocab_size)
     _check_run_dir(run_dir, recipe)
-    complete = run_directory.complete_checkpoints(run_dir)
-    if complete:
-        _check_same_data(complete[-1], data)
+    resume_from, passed_over = _last_usable(run_dir)
+    if resume_from is not None:
+        _check_same_data(resume_from, data)
     with launch.locked(data.prefixes[0].with_name(data.prefixes[0].name + ".index_cache") / "build.lock"):
         train, validation = build_datasets(
             recipe.data, data, recipe.training.train_steps * recipe.training.global_batch_size
         )
-    return Job(recipe, filled, run_dir, data, train, validation, complete[-1] if complete else None)
+    return Job(recipe, filled, run_dir, data, train, validation, resume_from, passed_over)
+
+
+def _last_usable(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
+    passed_over = []
+    for path, reason in reversed(run_directory.checkpoints(run_dir)):
+        if reason is None:
+            return path, tuple(passed_over)
+        passed_over.append(reason)
+    return None, tuple(passed_over)
 
 
 def _check_run_dir(run_dir: Path, recipe: Recipe) -> None:

@@ -22,7 +22,7 @@ from leviathan_ds.model.language_model import LanguageModel
 from leviathan_ds.parallel import ds_config, registry, topology
 from leviathan_ds.parallel import engine as engines
 from leviathan_ds.training import checkpoint
-from leviathan_ds.training.evaluate import Evaluation, evaluate, validation_batches
+from leviathan_ds.training.evaluate import Evaluation, evaluate, token_bytes, validation_batches
 from leviathan_ds.training.job import Job, write_run_dir
 from leviathan_ds.training.metrics import Metrics
 from leviathan_ds.training.schedule import learning_rate
@@ -104,6 +104,8 @@ def _train(
     clock = _Clock(training.global_batch_size * job.recipe.data.sequence_length)
     losses: list[tuple[Tensor, float, float | None]] = []
 
+    for reason in job.passed_over:
+        metrics.say(f"passing over a checkpoint: {reason}")
     metrics.say(_headline(job, num_parameters, first_step))
     if first_step == 0:
         initial = validate(0)
@@ -142,12 +144,10 @@ def _train(
 def _validator(job: Job, engine: DeepSpeedEngine, metrics: Metrics) -> Any:
     dataset = job.validation_dataset
     indices = validation_batches(job.recipe.run.eval_samples, len(dataset), job.recipe.training.micro_batch_size)
-    token_bytes = torch.zeros(job.recipe.model.vocabulary, dtype=torch.int64)
-    lengths = torch.from_numpy(load_tokenizer(job.data.tokenizer_path).token_byte_lengths())
-    token_bytes[: len(lengths)] = lengths
+    lengths = token_bytes(load_tokenizer(job.data.tokenizer_path), job.recipe.model.vocabulary)
 
     def validate(step: int) -> Evaluation:
-        result = evaluate(engine, loader(dataset, indices, num_workers=0), token_bytes, topology.device())
+        result = evaluate(engine, loader(dataset, indices, num_workers=0), lengths, topology.device())
         values = {
             "val_loss": result.loss,
             "val_perplexity": result.perplexity,

@@ -1,0 +1,66 @@
+"""Export a checkpoint to Hugging Face: `python launchers/export_hf.py --checkpoint runs/NAME --output hf/NAME`.
+
+Writes a plain Llama (config.json, safetensors, tokenizer files) that loads without code of ours, after
+comparing its logits and its encoding with the trainer's on real text.
+"""
+
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_prep.cli import CommandParser
+
+
+def build_parser() -> CommandParser:
+    """The command line's options."""
+    parser = CommandParser("python launchers/export_hf.py", "Export a checkpoint as a plain Hugging Face Llama.")
+    add = parser.add_argument
+    add("--checkpoint", type=Path, required=True, help="a run (its last checkpoint) or one of its checkpoints")
+    add("--output", type=Path, required=True, help="the folder to write")
+    add("--overwrite", action="store_true", help="replace an export that is there")
+    add("--text", type=Path, default=None, help="a text file to check with instead of the run's dataset")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status: 2 for the user's mistake, 1 for a refused export."""
+    options = build_parser().parse_args(arguments)
+    start = time.monotonic()
+
+    warnings.filterwarnings("ignore", module="megatron")  # it misses Transformer Engine, unused here
+    from transformers.utils import logging
+
+    from leviathan_ds.export.publish import ExportRefused, check_export, export_llama
+    from leviathan_ds.parallel import topology
+    from leviathan_ds.trained_model import find_trained_model
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        trained = find_trained_model(options.checkpoint)
+        check_export(trained, options.output, options.overwrite, options.text)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    topology.initialize(1)
+    try:
+        report = export_llama(trained, options.output, overwrite=options.overwrite, text=options.text)
+    except ExportRefused as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        topology.shutdown()
+    seconds = time.monotonic() - start
+    print(
+        f"{report.output}: {trained.checkpoint.name} as {report.dtype} Llama, "
+        f"{report.num_parameters:,} parameters, {report.num_bytes / 1e6:.1f} MB, {seconds:.0f} s\n"
+        f"checked: {report.tokens_compared:,} tokens of real text encode alike; "
+        f"largest logit difference {report.max_logit_difference:.2e} over {report.positions_compared:,} positions"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

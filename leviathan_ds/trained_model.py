@@ -1,0 +1,50 @@
+"""A trained model on the disk: a checkpoint with what its run says of it, and the model built from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.tokenizers import Tokenizer, load_tokenizer
+from leviathan_ds import recipe as recipes
+from leviathan_ds import run_directory
+from leviathan_ds.config import ParallelConfig, Recipe
+from leviathan_ds.model.language_model import LanguageModel
+from leviathan_ds.model.weights import load_full_weights
+from leviathan_ds.parallel import topology
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A checkpoint with what its run says of it; `recipe.model.vocab_size` is filled in."""
+
+    checkpoint: Path
+    recipe: Recipe
+    tokenizer: Tokenizer
+
+    @property
+    def run(self) -> Path:
+        return run_directory.run_of(self.checkpoint)
+
+    def build(self) -> LanguageModel:
+        """The trainer's own model on this process's device, float32, in evaluation mode.
+
+        Of any checkpoint's parallel layout; needs `topology.initialize(1)`.
+        """
+        model = LanguageModel(
+            self.recipe.model, ParallelConfig(), loss_chunk_tokens=self.recipe.training.loss_chunk_tokens
+        )
+        load_full_weights(model, self.checkpoint)
+        return model.to(topology.device()).eval()
+
+
+def find_trained_model(path: Path) -> TrainedModel:
+    """What a user means by a run directory or by one of its checkpoints.
+
+    Raises UserError when there is no complete checkpoint, no readable recipe or no tokenizer.
+    """
+    checkpoint = run_directory.find_checkpoint(path)
+    run = run_directory.run_of(checkpoint)
+    recipe = recipes.load(run / run_directory.RECIPE)
+    tokenizer = load_tokenizer(run / run_directory.TOKENIZER)
+    return TrainedModel(checkpoint, recipe.with_vocabulary(tokenizer.vocab_size), tokenizer)

@@ -1,0 +1,184 @@
+"""What the ranks of a worker pool run (see workers.py), and the single-process run that they are compared with."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leviathan_ds.config import GeneratorConfig, ModelConfig, ParallelConfig, Recipe, TrainingConfig
+from leviathan_ds.data.loader import Batch, collate
+from leviathan_ds.data.sampler import GlobalBatchSampler
+from leviathan_ds.parallel import topology
+
+CONFIGS = Path(__file__).parent.parent / "ds_configs"
+GLOBAL_BATCH, SEQUENCE = 8, 16
+
+MODEL = ModelConfig(
+    vocab_size=503,  # pads to 504 at TP 1 and 512 at TP 2
+    hidden_size=32,
+    num_layers=2,
+    num_attention_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=64,
+    make_vocab_size_divisible_by=8,
+    generator=GeneratorConfig(seed_size=8, num_heads=2, num_knots=6, rank=4, out_proj_std=0.3),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train the same model on the same batches."""
+
+    tp: int = 1
+    zero: str = "zero0"
+    accumulation: int = 1
+    sequence_parallel: bool = False
+    embedding: str = "leviathan"
+    precision: str = "fp32"
+    recompute: str = "none"
+    steps: int = 5
+
+    def recipe(self, data_parallel_size: int) -> Recipe:
+        return Recipe(
+            model=replace(MODEL, embedding=self.embedding),  # pyright: ignore[reportArgumentType]
+            parallel=ParallelConfig(self.tp, self.sequence_parallel),
+            training=TrainingConfig(
+                train_steps=100,
+                micro_batch_size=GLOBAL_BATCH // (self.accumulation * data_parallel_size),
+                global_batch_size=GLOBAL_BATCH,
+                lr=1e-2,
+                warmup_steps=0,
+                clip_grad=0.5,  # below the norms of these steps: clipping is at work
+                # Adam divides by the root of the second moment: with a tiny epsilon it would blow the
+                # rounding noise of near-zero gradients up to full steps.
+                adam_eps=1e-4,
+                precision=self.precision,  # pyright: ignore[reportArgumentType]
+                recompute=self.recompute,  # pyright: ignore[reportArgumentType]
+                loss_chunk_tokens=24,
+                generator_lr_scale=0.5,
+            ),
+        )
+
+
+def samples(steps: int) -> list[dict[str, Tensor]]:
+    """Random sequences, the same in every process; some tokens without loss in a fixed share of each."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, MODEL.vocabulary, (steps * GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
+    mask = torch.ones(SEQUENCE)
+    mask[3] = 0
+    return [{"tokens": row[:-1], "labels": row[1:], "loss_mask": mask} for row in tokens]
+
+
+def batches(case: Case) -> list[list[Batch]]:
+    """This rank's micro-batches, step by step."""
+    size = topology.data_parallel_size()
+    micro = GLOBAL_BATCH // (case.accumulation * size)
+    sampler = GlobalBatchSampler(0, case.steps, GLOBAL_BATCH, micro, topology.data_parallel_rank(), size)
+    data = samples(case.steps)
+    return [
+        [collate([data[i] for i in indices]) for indices in sampler.step_indices(s)] for s in range(case.steps)
+    ]
+
+
+def single_process_run(case: Case) -> dict[str, Any]:
+    """The reference: one process, plain torch.optim.AdamW and clip_grad_norm_, no DeepSpeed."""
+    from leviathan_ds.model.initialization import initialize_weights
+    from leviathan_ds.model.language_model import LanguageModel
+    from leviathan_ds.parallel import registry
+    from leviathan_ds.training.schedule import learning_rate
+    from leviathan_ds.training.step import mean_loss
+
+    topology.initialize(1)
+    recipe = case.recipe(1)
+    training = recipe.training
+    model = LanguageModel(recipe.model, recipe.parallel)
+    initialize_weights(model, recipe.model, training.seed)
+    groups = registry.optimizer_groups(model, training.weight_decay, False, training.generator_lr_scale)
+    optimizer = torch.optim.AdamW(groups, betas=(training.adam_beta1, training.adam_beta2), eps=training.adam_eps)
+    losses, norms, grads = [], [], {}
+    for step, micro_batches in enumerate(batches(case)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, training) * group["lr_scale"]
+        loss = sum(mean_loss(model, batch) for batch in micro_batches) / len(micro_batches)
+        loss.backward()
+        if step == 0:
+            grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip_grad)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
+
+
+def deepspeed_run(case: Case) -> dict[str, Any]:
+    """The same through the engine and `training.step`; grads and weights are this TP rank's."""
+    from deepspeed.utils import safe_get_full_grad
+
+    from leviathan_ds.parallel import ds_config
+    from leviathan_ds.parallel import engine as engines
+    from leviathan_ds.training import loop
+    from leviathan_ds.training.schedule import learning_rate
+    from leviathan_ds.training.step import mean_loss, train_step
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    topology.initialize(case.tp)
+    recipe = case.recipe(topology.data_parallel_size())
+    path = CONFIGS / f"{case.zero}.json"
+    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
+    engine, _ = loop.build_engine(recipe, config)
+    losses, norms, grads = [], [], {}
+    for step, micro_batches in enumerate(batches(case)):
+        lr = learning_rate(step, recipe.training)
+        if step == 0:  # train_step, opened up to look at the gradients before the optimizer
+            for group in engines.parameter_groups(engine):
+                group["lr"] = lr * group["lr_scale"]
+            total = torch.zeros(())
+            for batch in micro_batches:
+                loss = mean_loss(engine, batch)
+                engine.backward(loss)
+                if engine.is_gradient_accumulation_boundary():
+                    grads = {n: safe_get_full_grad(p).clone() for n, p in engine.module.named_parameters()}
+                engine.step()
+                total += loss.detach()
+            loss = total / len(micro_batches)
+        else:
+            loss = train_step(engine, iter(micro_batches), len(micro_batches), lr, torch.device("cpu"))
+        torch.distributed.all_reduce(loss, group=topology.parallel_state.get_data_parallel_group())
+        losses.append(loss.item() / topology.data_parallel_size())
+        norms.append(engines.global_grad_norm(engine))
+    weights = {name: whole.clone() for name, whole in engines.named_local_parameters(engine)}
+    engine.destroy()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "grads": grads,
+        "weights": weights,
+        "tp_rank": topology.tensor_parallel_rank(),
+        "dp_rank": topology.data_parallel_rank(),
+    }
+
+
+def replica_run(case: Case, perturb: bool = False) -> list[tuple[str, float]]:
+    """Train; return the replicated parameters that then differ between the tensor-parallel ranks."""
+    from leviathan_ds.parallel import ds_config, registry
+    from leviathan_ds.parallel import engine as engines
+    from leviathan_ds.training import loop
+    from leviathan_ds.training.step import train_step
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    topology.initialize(case.tp)
+    recipe = case.recipe(topology.data_parallel_size())
+    path = CONFIGS / f"{case.zero}.json"
+    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
+    if perturb and topology.tensor_parallel_rank() == 1:
+        recipe = replace(recipe, training=replace(recipe.training, seed=recipe.training.seed + 1))
+    engine, _ = loop.build_engine(recipe, config)
+    for micro_batches in batches(case):
+        train_step(engine, iter(micro_batches), len(micro_batches), 1e-2, torch.device("cpu"))
+    return registry.differing_replicas(engines.named_local_parameters(engine))

@@ -1,0 +1,192 @@
+"""The commands as a user types them, on real text: train, be killed, go on, export, generate."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from data_prep.preprocess import preprocess
+from data_prep.train_tokenizer import train_tokenizer
+from leviathan_ds import run_directory
+from leviathan_ds.model.weights import full_weights
+
+ROOT = Path(__file__).parent.parent
+TEXT = Path(__file__).parent / "data_prep" / "minipile_tiny.jsonl"
+STEPS, SAVE = 12, 5
+RECIPE = {
+    "model": {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "make_vocab_size_divisible_by": 8,
+        "generator": {"seed_size": 8, "num_heads": 2, "num_knots": 6, "rank": 8},
+    },
+    # Fewer samples in an epoch than the run takes: the middle of a later epoch is resumed too.
+    "data": {"sequence_length": 512, "validation_fraction": 0.2, "num_workers": 0},
+    "training": {
+        "train_steps": STEPS,
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
+        "warmup_steps": 2,
+        "precision": "fp32",
+    },
+    "run": {
+        "log_interval": 3,
+        "eval_interval": 6,
+        "eval_samples": 4,
+        "save_interval": SAVE,
+        "keep_checkpoints": 9,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    train_tokenizer([TEXT], folder / "tok.model", 600)
+    preprocess([TEXT], folder / "tok.model", folder / "text", workers=1)
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump({**RECIPE, "data": {**RECIPE["data"], "prefixes": [str(folder / "text")]}}))
+    return path
+
+
+def command(recipe: Path, run_dir: Path, *options: str, ranks: int = 1, ds_config: str = "zero2") -> list[str]:
+    launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(ranks)]
+    port = str(20000 + os.getpid() % 20000)
+    script = ["--master_port", port, str(ROOT / "launchers" / "pretrain.py")]
+    arguments = ["--ds_config", str(ROOT / "ds_configs" / f"{ds_config}.json"), "--config", str(recipe)]
+    return [*launcher, *script, *arguments, "--run_dir", str(run_dir), *options]
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    return output
+
+
+def run_python(script: str, *arguments: str) -> str:
+    return finish(start([sys.executable, str(ROOT / "launchers" / script), *arguments]))
+
+
+def kill_at(process: subprocess.Popen, moment: Path) -> None:
+    """kill -9 of the whole job as soon as a path exists."""
+    deadline = time.monotonic() + 200
+    while not moment.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"{moment} never came"
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    time.sleep(0.5)
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (run_dir / run_directory.METRICS).read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def last_weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return dict(full_weights(run_directory.complete_checkpoints(run_dir)[-1]))
+
+
+LAYOUT = ("--parallel.tensor_model_parallel_size=2", "--parallel.sequence_parallel=true")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    output = finish(start(command(recipe, run_dir, *LAYOUT, ranks=2)))
+    assert "starting: leviathan" in output
+    return run_dir
+
+
+def test_a_killed_run_ends_as_if_undisturbed(recipe, undisturbed, tmp_path):
+    """kill -9 at the moment when a save begins; losses and weights bitwise equal afterwards (fp32, TP 2)."""
+    run_dir = tmp_path / "killed"
+    saving = run_dir / "checkpoints" / ".writing_step_00000010"
+    kill_at(start(command(recipe, run_dir, *LAYOUT, ranks=2)), saving)
+    assert [path.name for path in run_directory.complete_checkpoints(run_dir)] == ["step_00000005"]
+    output = finish(start(command(recipe, run_dir, *LAYOUT, ranks=2)))
+    assert "resuming at step 5" in output
+    assert losses(run_dir) == losses(undisturbed)
+    assert list(losses(run_dir)) == list(range(1, STEPS + 1))
+    expected = last_weights(undisturbed)
+    for name, weight in last_weights(run_dir).items():
+        assert torch.equal(weight, expected[name]), name
+    assert not list((run_dir / "checkpoints").glob(".*")), "leftovers of the kill"
+
+
+def test_a_finished_run_says_so(recipe, undisturbed):
+    before = (undisturbed / run_directory.METRICS).read_text()
+    output = finish(start(command(recipe, undisturbed, *LAYOUT, ranks=2)))
+    assert "is done: all 12 steps" in output
+    assert (undisturbed / run_directory.METRICS).read_text() == before
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(recipe, undisturbed, tmp_path):
+    run_dir = tmp_path / "damaged"
+    subprocess.run(["cp", "-r", str(undisturbed), str(run_dir)], check=True)
+    broken = run_dir / "checkpoints" / "step_00000012" / "weights_tp01.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-1])
+    output = finish(start(command(recipe, run_dir, *LAYOUT, ranks=2)))
+    assert "passing over a checkpoint" in output and "step_00000012/weights_tp01.safetensors" in output
+    assert "resuming at step 10" in output
+    assert losses(run_dir) == losses(undisturbed)
+
+
+def test_export_evaluate_and_generate(recipe, undisturbed, tmp_path):
+    """From a TP 2 checkpoint in one process; `from_pretrained` knows no code of ours."""
+    output = run_python("export_hf.py", "--checkpoint", str(undisturbed), "--output", str(tmp_path / "hf"))
+    assert "largest logit difference" in output
+    summary = json.loads((undisturbed / run_directory.SUMMARY).read_text())
+    assert summary["hf_max_logit_diff"] < 1e-4
+    assert summary["final_val_loss"] < summary["initial_val_loss"]
+    prefix = yaml.safe_load(recipe.read_text())["data"]["prefixes"][0]
+    output = run_python("evaluate.py", "--checkpoint", str(undisturbed), "--data", prefix, "--samples", "4")
+    loss = float(output.split("loss ")[1].split()[0])
+    assert loss == pytest.approx(summary["final_val_loss"], abs=1e-4)
+    options = ("--prompt", "The ", "--max_new_tokens", "8")
+    first = run_python("generate.py", "--checkpoint", str(undisturbed), *options)
+    assert first.startswith("The ") and first == run_python(
+        "generate.py", "--checkpoint", str(undisturbed), *options
+    )
+    assert load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"].shape == (600, 32)
+
+
+def test_equal_initial_weights_export_equally_at_tp_1_and_2(recipe, tmp_path):
+    """The weights before the first step do not depend on the layout, and neither does their export."""
+    tables = []
+    for ranks, layout, stage in ((1, (), "zero3"), (2, LAYOUT[:1], "zero1")):
+        run_dir = tmp_path / f"tp{ranks}"
+        # A vanishing learning rate: the weights stay the initial ones to the last bit that matters.
+        still = ("--training.lr=1e-30", "--training.min_lr=0", "--training.train_steps=2", "--run.eval_samples=2")
+        finish(start(command(recipe, run_dir, *still, *layout, ranks=ranks, ds_config=stage)))
+        run_python("export_hf.py", "--checkpoint", str(run_dir), "--output", str(tmp_path / f"hf{ranks}"))
+        tables.append(load_file(tmp_path / f"hf{ranks}" / "model.safetensors"))
+    assert tables[0].keys() == tables[1].keys()
+    for name, tensor in tables[0].items():
+        assert torch.equal(tensor, tables[1][name]), name

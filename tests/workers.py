@@ -1,0 +1,81 @@
+"""Pools of gloo ranks that live for the whole test session: starting one costs seconds, a call costs nothing.
+
+A test hands a module-level function of `tests/distributed_cases.py` to a pool; every rank calls it with the same
+arguments, and the test gets the results in rank order.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_S = 300
+
+
+class WorkerPool:
+    """`size` processes joined in one torch.distributed world (gloo, one thread each)."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a function on every rank; raises if any rank raised, died or did not answer."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(TIMEOUT_S):
+                self.close()
+                raise TimeoutError(
+                    f"rank {rank} gave no answer to {function.__name__}{arguments} in {TIMEOUT_S} s"
+                )
+            answers.append(pipe.recv())
+        failures = [f"rank {rank}:\n{text}" for rank, (failed, text) in enumerate(answers) if failed]
+        if failures:
+            raise RuntimeError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((False, function(*arguments)))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))
