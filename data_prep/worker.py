@@ -19,13 +19,16 @@ def serve(connection: Connection) -> None:
     while True:
         try:
             batch = connection.recv()
-        except EOFError:  # the parent has no more work, or has died
+        except (EOFError, ConnectionError):  # the parent has no more work, or has died
             return
         try:
             answer = encode_batch(batch, tokenizer, options)
         except UserError as error:
             answer = error
-        connection.send(answer)
+        try:
+            connection.send(answer)
+        except ConnectionError:  # the parent was stopped meanwhile and says so itself
+            return
 
 
 if __name__ == "__main__":

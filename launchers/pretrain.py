@@ -10,7 +10,7 @@ from pathlib import Path
 from data_prep.errors import UserError
 from data_prep.sample import DEMO_PREFIX, prepare_demo
 from leviathan_ds import recipe as recipes
-from leviathan_ds.parallel.launch import LaunchEnvironment, locked
+from leviathan_ds.parallel.launch import LaunchEnvironment, exit_with, locked
 
 DEMO_RECIPE = Path(__file__).parent.parent / "recipes" / "demo.yaml"
 
@@ -23,13 +23,16 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     recipe, options = recipes.parse(parser, arguments, default_config=DEMO_RECIPE)
     run_dir = Path(options.run_dir or Path("runs") / Path(options.config or DEMO_RECIPE).stem)
-    if options.config is None and recipe.data.prefixes == (str(DEMO_PREFIX),):
-        with locked(DEMO_PREFIX.with_name("prepare.lock")):
-            prepare_demo()
 
     quiet_libraries()
     from leviathan_ds.parallel import topology
     from leviathan_ds.training import job, loop
+
+    if options.config is None and recipe.data.prefixes == (str(DEMO_PREFIX),):
+        # Mistakes come to light before the minutes of preparing.
+        job.check_configuration(recipe, Path(options.ds_config), environment.world_size)
+        with locked(DEMO_PREFIX.with_name("prepare.lock")):
+            prepare_demo()
 
     checked = job.prepare(recipe, Path(options.ds_config), run_dir, environment.world_size)
     if checked.finished:
@@ -52,6 +55,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except UserError as error:
-        if LaunchEnvironment.read().rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        exit_with(error)

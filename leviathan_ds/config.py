@@ -117,6 +117,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "num_attention_heads", "make_vocab_size_divisible_by"):
             _require(getattr(self, name) >= 1, f"model.{name} must be at least 1")
+        for name in ("num_query_groups", "ffn_hidden_size", "kv_channels"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"model.{name} must be at least 1, or null for its default")
+        for name in ("rotary_base", "norm_epsilon"):
+            _require(getattr(self, name) > 0, f"model.{name} must be positive")
+        _require(self.init_method_std >= 0, "model.init_method_std must not be negative")
         _require(self.vocab_size is None or self.vocab_size >= 2, "model.vocab_size must be at least 2")
         _require(
             self.kv_channels is not None or self.hidden_size % self.num_attention_heads == 0,

@@ -23,7 +23,8 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 def build_parser(description: str) -> ArgumentParser:
     """A parser with one option for every field of the recipe, and --config for a recipe file."""
-    parser = ArgumentParser(description=description, exit_on_error=False)
+    # Without abbreviations: a mistyped option that begins a known one is a mistake, too.
+    parser = ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", type=str, default=None, help="recipe file (YAML); options below win over it")
     for section in dataclasses.fields(Recipe):
         section_class = getattr(config, str(section.type))
@@ -59,10 +60,10 @@ def _checked_values(path: Path) -> dict[str, Any]:
 def read_recipe_file(path: Path) -> dict[str, Any]:
     """The mapping in a recipe file, its keys checked. Raises UserError with file, key and nearest known key."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(), _UniqueKeyLoader)
     except OSError as error:
         raise UserError(f"recipe {path}: {error.strerror}; see recipes/ for the ones that ship") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"recipe {path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"recipe {path}: expected sections such as model: and training:")
@@ -71,6 +72,21 @@ def read_recipe_file(path: Path) -> dict[str, Any]:
     if wandb.get("wandb") is False:  # YAML 1.1 reads a bare `off` as false
         wandb["wandb"] = "off"
     return values
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping: YAML's loader would keep the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            if key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key!r} stands twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
 def _check_keys(path: Path, values: dict[str, Any], section: type, prefix: str) -> None:
@@ -116,12 +132,14 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _option(arguments: list[str], name: str) -> str | None:
+    """The option's value as the parser will see it: the last one counts."""
+    value = None
     for index, argument in enumerate(arguments):
         if argument == name and index + 1 < len(arguments):
-            return arguments[index + 1]
+            value = arguments[index + 1]
         if argument.startswith(name + "="):
-            return argument.split("=", 1)[1]
-    return None
+            value = argument.split("=", 1)[1]
+    return value
 
 
 def _one_line(message: str, arguments: list[str]) -> str:

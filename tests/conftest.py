@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from workers import WorkerPool
@@ -30,3 +32,52 @@ def four_ranks() -> Iterator[WorkerPool]:
     pool = WorkerPool(4)
     yield pool
     pool.close()
+
+
+# ---- data: one tiny dataset for the session (tests/data_prep has its own, by data_prep's own names) ----
+
+TINY_CORPUS = Path(__file__).parent / "data_prep" / "minipile_tiny.jsonl"
+
+
+@pytest.fixture(scope="session")
+def corpus_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SentencePiece model of 600 pieces, of the tiny corpus."""
+    from data_prep.train_tokenizer import train_tokenizer
+
+    path = tmp_path_factory.mktemp("tokenizer") / "tok.model"
+    train_tokenizer([TINY_CORPUS], path, vocab_size=600)
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory, corpus_tokenizer: Path) -> Path:
+    """The prefix of the tiny corpus, encoded; not to be changed."""
+    from data_prep.preprocess import preprocess
+
+    prefix = tmp_path_factory.mktemp("corpus") / "tiny"
+    preprocess([TINY_CORPUS], corpus_tokenizer, prefix)
+    return prefix
+
+
+@pytest.fixture
+def corpus_copy(tmp_path: Path, corpus: Path) -> Callable[..., Path]:
+    """corpus_copy(name="copy"): the prefix of a copy without index cache that a test may damage."""
+
+    def copy(name: str = "copy") -> Path:
+        shutil.copytree(corpus.parent, tmp_path / name, ignore=shutil.ignore_patterns("*.index_cache"))
+        return tmp_path / name / corpus.name
+
+    return copy
+
+
+# ---- process groups of this process alone ----
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """Megatron's groups with one rank."""
+    from leviathan_ds.parallel import topology
+
+    topology.initialize(1)
+    yield
+    topology.shutdown()

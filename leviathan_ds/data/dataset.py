@@ -21,13 +21,14 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
 from data_prep.errors import UserError
-from data_prep.files import dataset_tokenizer_path
-from data_prep.indexed import check_dataset
+from data_prep.files import bin_path, dataset_tokenizer_path, idx_path, manifest_path
+from data_prep.indexed import IndexedReader, check_dataset
 from data_prep.manifest import Manifest, load_manifest
 from leviathan_ds.config import DataConfig
 
 # GPTDataset is asked for a little more than a blend needs, because the blend rounds for each dataset.
 _BLEND_SURPLUS = 1.005
+_BLOCK_TOKENS = 1 << 24  # ids looked at at once
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def check_data(config: DataConfig) -> CheckedData:
     for prefix in prefixes:
         check_dataset(prefix)
         manifests.append(load_manifest(prefix))
+        _check_sizes(prefix, manifests[-1])
     expected = config.tokenizer_fingerprint or manifests[0].tokenizer.fingerprint
     for prefix, manifest in zip(prefixes, manifests, strict=True):
         found = manifest.tokenizer.fingerprint
@@ -75,6 +77,37 @@ def check_data(config: DataConfig) -> CheckedData:
                 "encode it again with that tokenizer or change the recipe"
             )
     return CheckedData(prefixes, tuple(manifests))
+
+
+def _check_sizes(prefix: Path, manifest: Manifest) -> None:
+    """Refuse files that replaced those of the manifest: its fingerprint names the content in every cache."""
+    for path, described in ((bin_path(prefix), manifest.bin), (idx_path(prefix), manifest.idx)):
+        found = path.stat().st_size
+        if found != described.bytes:
+            raise UserError(
+                f"{path}: has {found} bytes, {manifest_path(prefix)} describes {described.bytes}: "
+                "not of this manifest; prepare the dataset again"
+            )
+
+
+def _check_ids(prefix: Path, manifest: Manifest) -> None:
+    """Refuse ids outside the vocabulary, which would fail in the middle of a step. Reads the .bin once.
+
+    Raises UserError naming the dataset and the document.
+    """
+    vocab_size = manifest.tokenizer.vocab_size
+    reader = IndexedReader(prefix)
+    for start in range(0, len(reader.tokens), _BLOCK_TOKENS):
+        block = reader.tokens[start : start + _BLOCK_TOKENS]
+        if block.min() >= 0 and block.max() < vocab_size:
+            continue
+        place = int(np.flatnonzero((block < 0) | (block >= vocab_size))[0])
+        ends = np.cumsum(reader.lengths, dtype=np.int64)
+        document = int(np.searchsorted(ends, start + place, side="right"))
+        raise UserError(
+            f"{bin_path(prefix)}: document {document} holds the id {block[place]}, outside the tokenizer's "
+            f"vocabulary of {vocab_size}; prepare the dataset again"
+        )
 
 
 def validation_documents(num_documents: int, fraction: float) -> np.ndarray:
@@ -155,8 +188,10 @@ def _open(
         return GPTDataset(indexed, name, documents, num_samples, split, gpt_config)
 
     if not cache.is_dir():
+        _check_ids(prefix, manifest)
         # Built aside and renamed: a killed build leaves nothing that a later run would trust.
         aside = cache.with_name(f"{name}.{os.uname().nodename}.{os.getpid()}")
+        shutil.rmtree(aside, ignore_errors=True)  # a killed build's whose process id has come round again
         # The rank outside torch.distributed builds, whoever it is: without that megatron-core would let
         # only global rank 0 write, and a node without a shared disk would find no file.
         dataset(aside)

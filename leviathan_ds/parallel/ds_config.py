@@ -92,6 +92,8 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(
             f"ds_config {path}: not JSON: {error.msg} at line {error.lineno} column {error.colno}"
         ) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"ds_config {path}: not JSON: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"ds_config {path}: expected an object with keys such as zero_optimization")
     return values
@@ -133,7 +135,8 @@ def fill(values: dict[str, Any], recipe: Recipe, world_size: int, path: Path) ->
         },
     )
     _settle_scheduler(filled, recipe, path)
-    filled["optimizer"].setdefault("type", "AdamW")
+    if filled["optimizer"].get("type", "auto") == "auto":
+        filled["optimizer"]["type"] = "AdamW"
     if filled["optimizer"]["type"] != "AdamW":
         raise UserError(
             f"ds_config {path}: optimizer.type is {filled['optimizer']['type']!r}; the trainer uses AdamW"
@@ -153,8 +156,8 @@ def zero_stage(values: dict[str, Any]) -> int:
 
 
 def offloads_optimizer(values: dict[str, Any]) -> bool:
-    device = values.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
-    return device != "none"
+    section = values.get("zero_optimization", {}).get("offload_optimizer") or {}  # null is DeepSpeed's default
+    return section.get("device", "none") != "none"
 
 
 def _check_top_level(values: dict[str, Any], path: Path) -> None:
@@ -165,9 +168,12 @@ def _check_top_level(values: dict[str, Any], path: Path) -> None:
             near = difflib.get_close_matches(key, TOP_LEVEL_KEYS, 1, 0.5)
             hint = f"did you mean {near[0]}?" if near else "DeepSpeed has no such key"
             raise UserError(f"ds_config {path}: unknown key {key}; {hint}")
-    for section in ("optimizer", "zero_optimization", "bf16", "scheduler"):
-        if not isinstance(values.get(section, {}), dict):
-            raise UserError(f"ds_config {path}: {section} must be an object, got {values[section]!r}")
+    for section in ("optimizer", "zero_optimization", "bf16", "scheduler", "optimizer.params", "scheduler.params"):
+        value: Any = values
+        for name in section.split("."):
+            value = value.get(name, {})
+        if not isinstance(value, dict):
+            raise UserError(f"ds_config {path}: {section} must be an object, got {json.dumps(value)}")
     stage = values.get("zero_optimization", {}).get("stage", 0)
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise UserError(f"ds_config {path}: zero_optimization.stage must be 0, 1, 2 or 3, got {stage!r}")

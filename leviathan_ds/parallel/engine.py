@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import logging
 import os
@@ -13,9 +14,11 @@ from typing import Any, cast
 import deepspeed
 import torch
 from deepspeed.ops import __compatible_ops__
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from data_prep.errors import UserError
@@ -30,14 +33,27 @@ __compatible_ops__["deepspeed_shm_comm"] = False
 _logger = logging.getLogger(__name__)
 
 
-def check_keys(values: dict[str, Any], path: Path) -> None:
-    """Refuse keys of zero_optimization that DeepSpeed does not know. Raises UserError with the nearest one."""
+def check_values(filled: dict[str, Any], path: Path) -> None:
+    """Refuse what DeepSpeed itself would refuse, before any process waits for another.
+
+    Raises UserError naming the file and the key, for an unknown one with the nearest known one.
+    """
     known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
-    for key in values.get("zero_optimization", {}):
+    for key in filled.get("zero_optimization", {}):
         if key not in known:
             near = difflib.get_close_matches(key, known, 1, 0.5)
             hint = f"did you mean {near[0]}?" if near else "DeepSpeed has no such key"
             raise UserError(f"ds_config {path}: unknown key zero_optimization.{key}; {hint}")
+    # Outside a process group DeepSpeed takes the data-parallel size for 1.
+    passes = filled["gradient_accumulation_steps"] * filled["train_micro_batch_size_per_gpu"]
+    try:
+        DeepSpeedConfig({**copy.deepcopy(filled), "train_batch_size": passes})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(f"ds_config {path}: {error.title}: {key}: {first['msg']}") from None
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError, DeepSpeedConfigError) as error:
+        raise UserError(f"ds_config {path}: DeepSpeed refuses it: {' '.join(str(error).split())}") from None
 
 
 def initialize(

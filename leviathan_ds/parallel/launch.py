@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
 from data_prep.errors import UserError
+
+# DeepSpeed's launcher looks at its ranks once a second; a rank may also be seconds behind its neighbours.
+_SPEAK_UP_AFTER_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -46,20 +52,54 @@ def check_hostfile() -> None:
             arguments = ancestor.cmdline()
         except psutil.Error:
             continue
-        launcher = any(Path(argument).name in {"deepspeed", "ds", "runner.py"} for argument in arguments[:4])
-        if not launcher and "deepspeed.launcher.runner" not in arguments:
+        launcher = next((i for i, argument in enumerate(arguments[:4]) if _is_launcher(argument)), None)
+        if launcher is None:
             continue
-        for index, argument in enumerate(arguments):
-            name, _, value = argument.partition("=")
-            if name not in {"-H", "--hostfile"}:
-                continue
-            hostfile = Path(ancestor.cwd()) / (value or arguments[index + 1])
+        given = _hostfile_option(arguments[launcher + 1 :])
+        if given is not None:
+            hostfile = _working_directory(ancestor) / given
             if not hostfile.is_file():
                 raise UserError(
                     f"--hostfile {hostfile} does not exist; DeepSpeed would train on this node alone. "
                     "Give a file with lines such as `worker-1 slots=8`, or leave the option out"
                 )
         return
+
+
+def _is_launcher(argument: str) -> bool:
+    return Path(argument).name in {"deepspeed", "ds", "runner.py"} or argument == "deepspeed.launcher.runner"
+
+
+def _hostfile_option(arguments: list[str]) -> str | None:
+    """The hostfile on a launcher's command line, in any spelling that its argparse takes."""
+    for index, argument in enumerate(arguments):
+        if argument.endswith(".py"):
+            return None  # the user's script; what follows is its own
+        name, equals, value = argument.partition("=")
+        if name == "-H" or (len(name) > 3 and "--hostfile".startswith(name)):
+            return value if equals else arguments[index + 1]
+        if argument.startswith("-H"):
+            return argument[2:]
+    return None
+
+
+def _working_directory(process: psutil.Process) -> Path:
+    try:
+        return Path(process.cwd())
+    except psutil.Error:  # another user's, or gone: the launcher hands its own on
+        return Path.cwd()
+
+
+def exit_with(error: UserError) -> NoReturn:
+    """End this rank after a user's mistake: one line on each node, exit code 2.
+
+    The launcher kills the other ranks as soon as one has failed. So those that do not speak for their node
+    wait to be killed; if they are not, the mistake is theirs alone and they say it.
+    """
+    if LaunchEnvironment.read().local_rank != 0:
+        time.sleep(_SPEAK_UP_AFTER_S)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.errors import UserError
-from data_prep.files import written_aside
+from data_prep.files import partial_path, written_aside
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.config import Recipe
@@ -48,21 +48,31 @@ class Job:
         return self.ds_config["gradient_accumulation_steps"]
 
 
+def check_configuration(recipe: Recipe, ds_config_path: Path, world_size: int) -> dict[str, Any]:
+    """Everything that can be refused before there is any data; returns DeepSpeed's configuration, filled.
+
+    Raises UserError.
+    """
+    from leviathan_ds.parallel import engine
+
+    launch.check_hostfile()
+    filled = ds_config.fill(ds_config.read(ds_config_path), recipe, world_size, ds_config_path)
+    engine.check_values(filled, ds_config_path)
+    return filled
+
+
 def prepare(recipe: Recipe, ds_config_path: Path, run_dir: Path, world_size: int) -> Job:
     """Check recipe, DeepSpeed configuration, data and run directory against each other, and open the data.
 
     Raises UserError, one line that names the file or key and the way out.
     """
-    from leviathan_ds.parallel import engine
-
-    launch.check_hostfile()
-    values = ds_config.read(ds_config_path)
-    filled = ds_config.fill(values, recipe, world_size, ds_config_path)
-    engine.check_keys(values, ds_config_path)
+    filled = check_configuration(recipe, ds_config_path, world_size)
     data = check_data(recipe.data)
     recipe = recipe.with_vocabulary(data.vocab_size)
     _check_run_dir(run_dir, recipe)
     resume_from, passed_over = _last_usable(run_dir)
+    if resume_from is not None:
+        _check_same_data(resume_from, data)
     with launch.locked(data.prefixes[0].with_name(data.prefixes[0].name + ".index_cache") / "build.lock"):
         train, validation = build_datasets(
             recipe.data, data, recipe.training.train_steps * recipe.training.global_batch_size
@@ -82,7 +92,9 @@ def _last_usable(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
 def _check_run_dir(run_dir: Path, recipe: Recipe) -> None:
     path = run_dir / run_directory.RECIPE
     if not path.is_file():
-        if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        # A start that was killed while it wrote the recipe leaves a partial file and nothing else.
+        partial = partial_path(path)
+        if run_dir.exists() and (not run_dir.is_dir() or any(file != partial for file in run_dir.iterdir())):
             raise UserError(f"{run_dir} exists and is not a run of this trainer; choose another --run_dir")
         return
     differing = {
@@ -98,13 +110,22 @@ def _check_run_dir(run_dir: Path, recipe: Recipe) -> None:
         )
 
 
+def _check_same_data(checkpoint: Path, data: CheckedData) -> None:
+    written = run_directory.read_state(checkpoint).data_fingerprints
+    if written != data.fingerprints:
+        raise UserError(
+            f"{checkpoint} was trained on other data: the content of {', '.join(map(str, data.prefixes))} has "
+            "changed since; take another --run_dir, or the old datasets to resume"
+        )
+
+
 def write_run_dir(job: Job) -> None:
     """Create the run directory's description: recipe, DeepSpeed's configuration, tokenizer. Rank 0 only."""
     job.run_dir.mkdir(parents=True, exist_ok=True)
+    # First: its presence makes the directory a run, and a start that is killed from here on can go on.
+    run_directory.write_text(job.run_dir / run_directory.RECIPE, recipes.to_yaml(job.recipe))
     run_directory.write_text(job.run_dir / run_directory.DS_CONFIG, json.dumps(job.ds_config, indent=2) + "\n")
     tokenizer = job.run_dir / run_directory.TOKENIZER
     if not tokenizer.is_file():
         with written_aside(tokenizer) as file:
             file.write(job.data.tokenizer_path.read_bytes())
-    # Last: its presence makes the directory a run.
-    run_directory.write_text(job.run_dir / run_directory.RECIPE, recipes.to_yaml(job.recipe))

@@ -35,9 +35,10 @@ class MetricsFile:
         if path.is_file():
             for line in path.read_text().splitlines():
                 try:
-                    if json.loads(line)["step"] <= resume_step:
+                    # From the start nothing stays, not even step 0: its validation is run again.
+                    if resume_step > 0 and json.loads(line)["step"] <= resume_step:
                         kept.append(line + "\n")
-                except (ValueError, KeyError):
+                except (ValueError, KeyError, TypeError):
                     continue  # half a line, written while the run was killed
         with written_aside(path) as file:
             file.write("".join(kept).encode())
