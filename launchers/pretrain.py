@@ -10,7 +10,7 @@ from pathlib import Path
 from data_prep.errors import UserError
 from data_prep.sample import DEMO_PREFIX, prepare_demo
 from leviathan_ds import recipe as recipes
-from leviathan_ds.parallel.launch import LaunchEnvironment, exit_with, locked
+from leviathan_ds.parallel.launch import LaunchEnvironment, exit_with, locked, share_cores_politely
 
 DEMO_RECIPE = Path(__file__).parent.parent / "recipes" / "demo.yaml"
 
@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> None:
     recipe, options = recipes.parse(parser, arguments, default_config=DEMO_RECIPE)
     run_dir = Path(options.run_dir or Path("runs") / Path(options.config or DEMO_RECIPE).stem)
 
+    share_cores_politely()
     quiet_libraries()
     from leviathan_ds.parallel import topology
     from leviathan_ds.training import job, loop

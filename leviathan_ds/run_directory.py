@@ -3,11 +3,13 @@
 RUN/recipe.yaml              the recipe as it was resolved; refuses another one
 RUN/ds_config.json           DeepSpeed's configuration as it was filled in
 RUN/tokenizer.model          the tokenizer of its data
-RUN/metrics.jsonl            one line per logged step
+RUN/wandb_id                 of the run's one wandb run, where wandb is on
+RUN/metrics.jsonl            one line per step and per validation
 RUN/summary.json             what the run reached
 RUN/checkpoints/step_00000100/     written aside, renamed when whole
     manifest.json            sizes of all files: its presence after the rename means complete
-    trainer_state.json       step, consumed samples, recipe, parallel layout, wandb id
+    recipe.yaml              as above
+    trainer_state.json       step, consumed samples, data, parallel layout, wandb id
     weights_tp00.safetensors weights of each tensor-parallel rank, whatever the ZeRO stage
     ...                      DeepSpeed's own files: optimizer states, random states
 """

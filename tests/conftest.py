@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from jaxtyping import install_import_hook
 from workers import WorkerPool
+
+# Two cores serve this process and its workers; more threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Every shape in an annotation of the model is checked while the tests run.
+install_import_hook("leviathan_ds.model", "beartype.beartype")
 
 # ---- ranks ---------------------------------------------------------------------------------------------------
 # Started when first asked for and kept: one world of two ranks, one of four.
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    """Two cores serve this process and its workers; more threads would only wait for each other."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

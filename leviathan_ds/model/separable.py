@@ -53,7 +53,7 @@ def three_knots(
     return middle.long(), values, slopes * (num_knots - 1)
 
 
-def _dense_basis(middle: Tensor, values: Tensor, num_knots: int) -> Float[Tensor, "d n κ+2"]:
+def _dense_basis(middle: Tensor, values: Tensor, num_knots: int) -> Float[Tensor, "d n knots_padded"]:
     """The three values of each point put into rows of κ + 2 (one padding knot at either end)."""
     basis = values.new_zeros(*middle.shape, num_knots + 2)
     return basis.scatter_(-1, torch.stack([middle, middle + 1, middle + 2], -1), values.movedim(0, -1))
@@ -122,7 +122,7 @@ class _SeparableProduct(torch.autograd.Function):
         return grad_t, grad_delta, None
 
 
-def padded_splines(delta: Float[Tensor, "*h d κ r"]) -> Float[Tensor, "*h d κ+2 r"]:
+def padded_splines(delta: Float[Tensor, "*h d κ r"]) -> Float[Tensor, "*h d knots_padded r"]:
     """The coefficients 1 + Δ with a row of zeros before the first knot and after the last."""
     return torch.nn.functional.pad(1 + delta, (0, 0, 1, 1))
 

@@ -21,7 +21,9 @@ from safetensors.torch import save_file
 
 from data_prep.errors import UserError
 from data_prep.files import written_aside
+from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
+from leviathan_ds.config import Recipe
 from leviathan_ds.model.weights import shard_file
 from leviathan_ds.parallel import engine as engines
 from leviathan_ds.parallel import topology
@@ -41,7 +43,7 @@ def layout(zero_stage: int, precision: str) -> dict[str, Any]:
     }
 
 
-def save(engine: DeepSpeedEngine, run_dir: Path, state: TrainerState, keep: int) -> Path:
+def save(engine: DeepSpeedEngine, run_dir: Path, state: TrainerState, recipe: Recipe, keep: int) -> Path:
     """Write and commit a checkpoint, then drop all but the last `keep`. Collective over all ranks."""
     folder = run_dir / run_directory.CHECKPOINTS
     name = run_directory.checkpoint_name(state.step)
@@ -55,6 +57,7 @@ def save(engine: DeepSpeedEngine, run_dir: Path, state: TrainerState, keep: int)
     torch.save(_random_states(), temporary / _random_states_file())
     topology.barrier()
     if topology.rank() == 0:
+        run_directory.write_text(temporary / run_directory.RECIPE, recipes.to_yaml(recipe))
         _commit(temporary, folder / name, state)
         for old in run_directory.complete_checkpoints(run_dir)[:-keep]:
             discarded = old.with_name(_DISCARDED + old.name)

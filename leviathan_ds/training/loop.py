@@ -129,7 +129,7 @@ def _train(
             state = run_directory.TrainerState(
                 done, done * training.global_batch_size, layout, job.data.fingerprints, metrics.wandb_id
             )
-            checkpoint.save(engine, job.run_dir, state, run_config.keep_checkpoints)
+            checkpoint.save(engine, job.run_dir, state, job.recipe, run_config.keep_checkpoints)
         if last and topology.rank() == 0:
             run_directory.update_summary(
                 job.run_dir,
