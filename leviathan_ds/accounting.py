@@ -31,7 +31,7 @@ ZERO3_LIVE_PARAMETERS = 1_000_000_000
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters by component (the registry's). A tied table counts once, as embedding, and the head is 0."""
+    """Parameters of generator or table, body and head; a tied table counts once, as embedding."""
 
     embedding: int
     body: int

@@ -17,7 +17,7 @@ from leviathan_ds.model.generator import (
     spline_basis,
 )
 from leviathan_ds.model.separable import portable_separable_product, three_knots
-from leviathan_ds.model.separable_native import separable_product
+from leviathan_ds.model.separable_native import _library, separable_product
 
 GOLDEN = Path(__file__).parent / "golden"
 FILES = ("lev_small", "lev_paper_sizes", "lev_signs")
@@ -92,28 +92,58 @@ def test_three_knots_are_the_basis_and_its_slope(normalize):
     assert torch.allclose(found_slope[inner, 1:-1], numeric[inner], atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("seed_size", [1, 2, 7, 16])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_fused_product_is_the_definition(seed_size, normalize):
+@pytest.mark.parametrize("product", [portable_separable_product, separable_product])
+def test_fused_product_is_the_definition(product, seed_size, normalize, dtype, tolerance):
     """Odd and even trees, several blocks; gradients of both arguments by autograd through the definition."""
     generator = torch.Generator().manual_seed(seed_size)
     t = torch.rand(2, 53, seed_size, dtype=torch.float64, generator=generator)
     delta = torch.randn(2, seed_size, 5, 3, dtype=torch.float64, generator=generator)
     grad = torch.randn(2, 53, 3, dtype=torch.float64, generator=generator)
     results = []
-    for product in (reference_separable_product, separable_product):
+    for each, kind in ((reference_separable_product, torch.float64), (product, dtype)):
+        leaves = t.to(kind).requires_grad_(), delta.to(kind).requires_grad_()
+        out = each(*leaves, normalize)
+        results.append((out, *torch.autograd.grad(out, leaves, grad.to(kind))))
+    for expected, found in zip(*results, strict=True):
+        assert (found - expected).norm() <= tolerance * expected.norm()
+
+
+def test_the_c_kernel_is_used_and_does_not_depend_on_threads():
+    """float32 on a CPU with a compiler; each head is one sequential loop."""
+    assert _library() is not None, "this machine has gcc"
+    t, delta = torch.rand(4, 30, 8), torch.randn(4, 8, 6, 4)
+    results = []
+    for threads in (1, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
         leaves = t.clone().requires_grad_(), delta.clone().requires_grad_()
-        out = product(*leaves, normalize)
-        results.append((out, *torch.autograd.grad(out, leaves, grad)))
-    for found, expected in zip(results[1], results[0], strict=True):
-        assert torch.allclose(found, expected, rtol=1e-10, atol=1e-10)
+        out = separable_product(*leaves, True)
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+        assert type(out.grad_fn).__name__ == "_NativeProductBackward"
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, *results))
+
+
+def test_without_a_compiler_the_portable_version_serves(monkeypatch):
+    t, delta = torch.rand(2, 30, 8), torch.randn(2, 8, 6, 4)
+    expected = separable_product(t, delta, True)
+    monkeypatch.setattr("leviathan_ds.model.separable_native.shutil.which", lambda _: None)
+    _library.cache_clear()
+    try:
+        assert _library() is None
+        assert torch.allclose(separable_product(t, delta, True), expected, rtol=1e-4)
+    finally:
+        _library.cache_clear()
 
 
 def test_blocks_do_not_change_the_result(monkeypatch):
     t, delta = torch.rand(2, 100, 8), torch.randn(2, 8, 6, 4) * 0.1
-    whole = separable_product(t, delta, True)
+    whole = portable_separable_product(t, delta, True)
     monkeypatch.setattr("leviathan_ds.model.separable._BLOCK_VALUES_CPU", 8 * 4 * 7)
-    assert torch.equal(separable_product(t, delta, True), whole)
+    assert torch.equal(portable_separable_product(t, delta, True), whole)
 
 
 def test_a_zero_factor_has_a_finite_right_gradient():

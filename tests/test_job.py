@@ -201,11 +201,20 @@ def test_mistakes_come_before_the_demo_is_prepared(case: Case, monkeypatch: pyte
 # ---- run directory ----
 
 
-def complete_checkpoint(case: Case, step: int, fingerprints: list[str]) -> Path:
+LAYOUT = {
+    "tensor_model_parallel_size": 1,
+    "data_parallel_size": 1,
+    "zero_stage": 1,
+    "offload_optimizer": False,
+    "precision": "fp32",
+}
+
+
+def complete_checkpoint(case: Case, step: int, fingerprints: list[str], **layout: object) -> Path:
     folder = case.run_dir / run_directory.CHECKPOINTS / run_directory.checkpoint_name(step)
     folder.mkdir(parents=True)
-    state = {"step": step, "consumed_samples": 4 * step, "layout": {}, "data_fingerprints": fingerprints}
-    (folder / run_directory.TRAINER_STATE).write_text(json.dumps(state | {"wandb_id": None}))
+    state = {"step": step, "consumed_samples": 4 * step, "layout": LAYOUT | layout, "wandb_id": None}
+    (folder / run_directory.TRAINER_STATE).write_text(json.dumps(state | {"data_fingerprints": fingerprints}))
     size = (folder / run_directory.TRAINER_STATE).stat().st_size
     (folder / run_directory.MANIFEST).write_text(json.dumps({"bytes": {run_directory.TRAINER_STATE: size}}))
     return folder
@@ -227,6 +236,20 @@ def test_changed_data_is_refused_at_a_resume(case: Case) -> None:
     shutil.rmtree(folder)
     complete_checkpoint(case, 2, ["another"])
     with pytest.raises(UserError, match=r"step_00000002 was trained on other data"):
+        pretrain.main(case.arguments)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("tensor_model_parallel_size", 2), ("data_parallel_size", 4), ("zero_stage", 3), ("offload_optimizer", True)],
+)
+def test_another_layout_is_refused_at_a_resume(case: Case, key: str, value: object) -> None:
+    """DeepSpeed's files belong to the layout that wrote them; said before any process group exists."""
+    start_with(case)
+    pretrain.main(case.arguments)
+    (checked,) = case.started
+    complete_checkpoint(case, 2, checked.data.fingerprints, **{key: value})
+    with pytest.raises(UserError, match=rf"was written with {key} {value} \(now {LAYOUT[key]}\)"):
         pretrain.main(case.arguments)
 
 

@@ -50,10 +50,11 @@ def test_every_parameter_has_a_rule(embedding: str) -> None:
         assert rule.shard_dim == SHARDED.get(leaf(name)), name
         assert rule.is_vocabulary == (name in ("embedding.word_embeddings.weight", "output_layer.weight"))
         assert rule.num_stacked == (2 if "linear_fc1" in name else 1)
-        assert rule.is_vector == ("norm" in name or "codebooks" in name), name
+        assert rule.undecayed == ("norm" in name or "codebooks" in name), name
         assert rule.sees_sequence_shard == name.endswith("layernorm.weight"), name
-        component = name.split(".")[0]
-        assert rule.component == {"decoder": "body", "output_layer": "head", "embedding": "embedding"}[component]
+        room = name.split(".")[1 if ".generator." in name else 0]
+        expected = {"decoder": "body", "output_layer": "head", "embedding": "embedding", "generator": "generator"}
+        assert rule.component == expected[room]
 
 
 def test_tied_weight_is_one_parameter() -> None:

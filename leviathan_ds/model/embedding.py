@@ -37,7 +37,7 @@ class GeneratorEmbedding(nn.Module):
 
     The generator is replicated and sees the same tokens on every tensor-parallel rank. Its gradient is full
     on every rank: without sequence parallelism through the first layer's copy region, with it because the
-    backward of the scatter gathers. Outside training the V × D table is computed once and looked up.
+    backward of the scatter gathers. After `cache_table` the V × D table is looked up instead, until `train()`.
     """
 
     def __init__(self, model: ModelConfig, config: TransformerConfig) -> None:

@@ -103,7 +103,7 @@ class SplineGenerator(nn.Module):
         return sum((codebooks[j][index[:, j]] for j in range(1, index.shape[1])), codebooks[0][index[:, 0]])
 
     def latent(self, seed: Float[Tensor, "n d"]) -> Float[Tensor, "h n d"]:
-        """Step 3: t_l = sigmoid(LN_l(W_l z) / 2), a point of the unit cube for each head."""
+        """Step 3: t_l = sigmoid(LN_l(W_l z) / divisor), for each head a point of the unit cube."""
         projected = seed @ _widen(self.seed_proj).transpose(1, 2)
         normed = nn.functional.layer_norm(projected, projected.shape[-1:], eps=LAYER_NORM_EPSILON)
         affine = normed * _widen(self.norm_weight)[:, None] + _widen(self.norm_bias)[:, None]

@@ -58,18 +58,22 @@ def _fill(name: str, config: ModelConfig, generator: torch.Generator) -> Callabl
 
 
 def _standard_deviation(name: str, config: ModelConfig) -> float:
-    sizes = config.generator
+    sizes, std = config.generator, config.init_method_std
+    into_residual = std / math.sqrt(2 * config.num_layers)
     table = {
         "codebooks": sizes.codebook_std,
         "seed_proj": _first(sizes.seed_proj_std, 1 / math.sqrt(sizes.seed_size)),
         "spline_delta": sizes.spline_delta_std,
         "out_proj": _first(sizes.out_proj_std, 0.02 / math.sqrt(sizes.num_heads)),
+        "residual_proj": std,
+        "word_embeddings": std,
+        "linear_qkv": std,
+        "linear_proj": into_residual,
+        "linear_fc1": std,
+        "linear_fc2": into_residual,
+        "output_layer": std,
     }
-    leaf = name.rsplit(".", 1)[-1]
-    if leaf in table:
-        return table[leaf]
-    residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-    return config.init_method_std / (math.sqrt(2 * config.num_layers) if residual else 1.0)
+    return table[name.removesuffix(".weight").rsplit(".", 1)[-1]]
 
 
 def _first(value: float | None, default: float) -> float:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from leviathan_ds.model.separable import padded_splines, portable_separable_product
 
+_logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("separable_cpu.c")
 _FLAGS = ("-O3", "-march=native", "-std=c99", "-fopenmp-simd", "-shared", "-fPIC")
 
@@ -43,9 +46,13 @@ def _library() -> ctypes.CDLL | None:
     if compiler is None:
         return None
     path = _cache_folder() / f"separable_{_identity(compiler)}.so"
-    if not path.is_file() and not _compile(compiler, path):
+    try:
+        if not path.is_file():
+            _compile(compiler, path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.CalledProcessError) as error:  # a read-only home, a broken compiler
+        _logger.warning("no C kernel for the generator (%s); the portable version is used, slower", error)
         return None
-    return ctypes.CDLL(str(path))
 
 
 def _cache_folder() -> Path:
@@ -54,22 +61,20 @@ def _cache_folder() -> Path:
 
 def _identity(compiler: str) -> str:
     """Of source, flags, compiler and CPU: home directories are shared by unlike machines."""
-    cpu = Path("/proc/cpuinfo")
-    features = sorted({line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))})
+    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else platform.processor()
+    features = sorted({line for line in cpu.splitlines() if line.startswith(("flags", "Features"))} or {cpu})
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), version, "".join(features).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def _compile(compiler: str, path: Path) -> bool:
+def _compile(compiler: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         aside = Path(folder) / path.name
         command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(aside), "-lm"]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            return False
+        subprocess.run(command, capture_output=True, check=True)
         aside.replace(path)  # ranks that compile at once replace equal by equal
-    return True
 
 
 def _for_each_head(num_heads: int, work) -> None:

@@ -124,7 +124,7 @@ def fill(values: dict[str, Any], recipe: Recipe, world_size: int, path: Path) ->
             ),
             # DeepSpeed's own default is 1.0 in this release and was 0 before: always explicit.
             "gradient_clipping": ("training.clip_grad", training.clip_grad),
-            "bf16.enabled": ("training.precision", training.precision == "bf16"),
+            "bf16.enabled": (f"precision ({training.precision}), i.e. bf16", training.precision == "bf16"),
             "optimizer.params.lr": ("training.lr", training.lr),
             "optimizer.params.betas": (
                 "training.adam_beta1, adam_beta2",

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-Component = Literal["embedding", "body", "head"]
+Component = Literal["generator", "embedding", "body", "head"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ParameterRule:
         shard_dim: dimension split over the tensor-parallel ranks; None for a replicated parameter.
         num_stacked: matrices stacked along shard_dim (2 for SwiGLU's gate and up), each split by itself.
         sees_sequence_shard: under sequence parallelism each rank's gradient covers only its tokens.
-        is_vector: no weight decay (norms), or decay by the recipe's switch (the generator's).
+        undecayed: no weight decay; for the generator's (codebooks, LayerNorms) by the recipe's switch.
         is_vocabulary: the sharded dimension is the padded vocabulary.
     """
 
@@ -39,7 +39,7 @@ class ParameterRule:
     shard_dim: int | None = None
     num_stacked: int = 1
     sees_sequence_shard: bool = False
-    is_vector: bool = False
+    undecayed: bool = False
     is_vocabulary: bool = False
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
@@ -68,20 +68,20 @@ class ParameterRule:
 _GENERATOR = r"embedding\.generator\."
 _LAYER = r"decoder\.layers\.\d+\."
 RULES: tuple[ParameterRule, ...] = (
-    ParameterRule(_GENERATOR + r"(codebooks|norm_weight|norm_bias)", "embedding", is_vector=True),
-    ParameterRule(_GENERATOR + r"(seed_proj|spline_delta|out_proj|residual_proj)", "embedding"),
+    ParameterRule(_GENERATOR + r"(codebooks|norm_weight|norm_bias)", "generator", undecayed=True),
+    ParameterRule(_GENERATOR + r"(seed_proj|spline_delta|out_proj|residual_proj)", "generator"),
     ParameterRule(r"embedding\.word_embeddings\.weight", "embedding", shard_dim=0, is_vocabulary=True),
     ParameterRule(
         _LAYER + r"(input_layernorm|pre_mlp_layernorm)\.weight",
         "body",
         sees_sequence_shard=True,
-        is_vector=True,
+        undecayed=True,
     ),
     ParameterRule(_LAYER + r"self_attention\.linear_qkv\.weight", "body", shard_dim=0),
     ParameterRule(_LAYER + r"self_attention\.linear_proj\.weight", "body", shard_dim=1),
     ParameterRule(_LAYER + r"mlp\.linear_fc1\.weight", "body", shard_dim=0, num_stacked=2),
     ParameterRule(_LAYER + r"mlp\.linear_fc2\.weight", "body", shard_dim=1),
-    ParameterRule(r"decoder\.final_layernorm\.weight", "body", sees_sequence_shard=True, is_vector=True),
+    ParameterRule(r"decoder\.final_layernorm\.weight", "body", sees_sequence_shard=True, undecayed=True),
     ParameterRule(r"output_layer\.weight", "head", shard_dim=0, is_vocabulary=True),
 )
 
@@ -138,9 +138,9 @@ def optimizer_groups(
     Norm weights never decay; the generator's vectors (codebooks, LayerNorms) by the switch.
     """
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for name, parameter, rule in named_rules(model):
-        generator = re.match(_GENERATOR, name) is not None
-        decays = not rule.is_vector or (generator and decay_generator_vectors)
+    for _, parameter, rule in named_rules(model):
+        generator = rule.component == "generator"
+        decays = not rule.undecayed or (generator and decay_generator_vectors)
         key = (weight_decay if decays else 0.0, generator_lr_scale if generator else 1.0)
         groups.setdefault(key, []).append(parameter)
     return [

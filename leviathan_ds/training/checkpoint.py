@@ -33,16 +33,6 @@ _TEMPORARY = ".writing_"
 _DISCARDED = ".discarded_"
 
 
-def layout(zero_stage: int, precision: str) -> dict[str, Any]:
-    """The parallel layout that DeepSpeed's files are tied to."""
-    return {
-        "tensor_model_parallel_size": topology.tensor_parallel_size(),
-        "data_parallel_size": topology.data_parallel_size(),
-        "zero_stage": zero_stage,
-        "precision": precision,
-    }
-
-
 def save(engine: DeepSpeedEngine, run_dir: Path, state: TrainerState, recipe: Recipe, keep: int) -> Path:
     """Write and commit a checkpoint, then drop all but the last `keep`. Collective over all ranks."""
     folder = run_dir / run_directory.CHECKPOINTS
@@ -65,16 +55,6 @@ def save(engine: DeepSpeedEngine, run_dir: Path, state: TrainerState, recipe: Re
             shutil.rmtree(discarded)
     topology.barrier()
     return folder / name
-
-
-def check_layout(checkpoint: Path, state: TrainerState, current: dict[str, Any]) -> None:
-    """Refuse to resume on another layout than the checkpoint's. Raises UserError with both."""
-    differing = {key: (state.layout[key], current[key]) for key in current if state.layout[key] != current[key]}
-    if differing:
-        told = ", ".join(f"{key} {there} (now {here})" for key, (there, here) in differing.items())
-        raise UserError(
-            f"{checkpoint} was written with {told}; resume on the same layout, or start another --run_dir"
-        )
 
 
 def load(engine: DeepSpeedEngine, checkpoint: Path) -> None:

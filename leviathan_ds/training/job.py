@@ -1,6 +1,7 @@
 """A run before it starts: everything that can be refused is refused here, in one process, in seconds.
 
-Nothing is written, no process group exists and no model is built until `prepare` has returned.
+No process group exists and no model is built until `prepare` has returned, and nothing is written but the index
+cache beside the dataset.
 """
 
 from __future__ import annotations
@@ -33,14 +34,18 @@ class Job:
     train_dataset: Any
     validation_dataset: Any
     resume_from: Path | None
+    layout: dict[str, Any]  # what DeepSpeed's checkpoint files are tied to
     passed_over: tuple[str, ...] = ()  # newer checkpoints than resume_from that cannot be used, and why
+
+    @property
+    def first_step(self) -> int:
+        """The step to go on from, 0 at the start."""
+        return 0 if self.resume_from is None else run_directory.read_state(self.resume_from).step
 
     @property
     def finished(self) -> bool:
         """Whether the last checkpoint is the recipe's last step."""
-        if self.resume_from is None:
-            return False
-        return run_directory.read_state(self.resume_from).step >= self.recipe.training.train_steps
+        return self.first_step >= self.recipe.training.train_steps
 
     @property
     def num_passes(self) -> int:
@@ -71,13 +76,15 @@ def prepare(recipe: Recipe, ds_config_path: Path, run_dir: Path, world_size: int
     recipe = recipe.with_vocabulary(data.vocab_size)
     _check_run_dir(run_dir, recipe)
     resume_from, passed_over = _last_usable(run_dir)
+    layout = _layout(recipe, filled, world_size)
     if resume_from is not None:
         _check_same_data(resume_from, data)
+        _check_same_layout(resume_from, layout)
     with launch.locked(data.prefixes[0].with_name(data.prefixes[0].name + ".index_cache") / "build.lock"):
         train, validation = build_datasets(
             recipe.data, data, recipe.training.train_steps * recipe.training.global_batch_size
         )
-    return Job(recipe, filled, run_dir, data, train, validation, resume_from, passed_over)
+    return Job(recipe, filled, run_dir, data, train, validation, resume_from, layout, passed_over)
 
 
 def _last_usable(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
@@ -107,6 +114,29 @@ def _check_run_dir(run_dir: Path, recipe: Recipe) -> None:
         raise UserError(
             f"{run_dir} was started with another recipe: {told}; "
             "take another --run_dir, or the old values to resume"
+        )
+
+
+def _layout(recipe: Recipe, filled: dict[str, Any], world_size: int) -> dict[str, Any]:
+    tensor_parallel = recipe.parallel.tensor_model_parallel_size
+    return {
+        "tensor_model_parallel_size": tensor_parallel,
+        "data_parallel_size": world_size // tensor_parallel,
+        "zero_stage": ds_config.zero_stage(filled),
+        "offload_optimizer": ds_config.offloads_optimizer(filled),
+        "precision": recipe.training.precision,
+    }
+
+
+def _check_same_layout(checkpoint: Path, current: dict[str, Any]) -> None:
+    written = run_directory.read_state(checkpoint).layout
+    differing = [
+        f"{key} {written.get(key)} (now {value})" for key, value in current.items() if written.get(key) != value
+    ]
+    if differing:
+        raise UserError(
+            f"{checkpoint} was written with {', '.join(differing)}; resume on the same layout, or take another "
+            "--run_dir"
         )
 
 

@@ -12,6 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megatron.core import parallel_state
 from torch import Tensor
 
+from data_prep.errors import UserError
 from data_prep.tokenizers import load_tokenizer
 from leviathan_ds import run_directory
 from leviathan_ds.config import Recipe
@@ -33,28 +34,36 @@ def run(job: Job) -> None:
     """Train a job to its last step, from its last checkpoint if it has one. Collective over all ranks."""
     recipe = job.recipe
     topology.initialize(recipe.parallel.tensor_model_parallel_size)
-    layout = checkpoint.layout(ds_config.zero_stage(job.ds_config), recipe.training.precision)
+    _check_same_start(job)
     state = None if job.resume_from is None else run_directory.read_state(job.resume_from)
-    if job.resume_from is not None and state is not None:
-        checkpoint.check_layout(job.resume_from, state, layout)
     if topology.rank() == 0:
         write_run_dir(job)
     engine, num_parameters = build_engine(recipe, job.ds_config)
     if job.resume_from is not None:
         checkpoint.load(engine, job.resume_from)
     check_replicas(engine)
-    first_step = state.step if state else 0
     metrics = Metrics(
         job.run_dir,
         recipe.run,
         recipe.training.train_steps,
-        first_step,
+        job.first_step,
         state.wandb_id if state else None,
         enabled=topology.rank() == 0,
         settings={**dataclasses.asdict(recipe), "ds_config": job.ds_config, "parameters": num_parameters},
     )
-    _train(job, engine, metrics, first_step, layout, num_parameters)
+    _train(job, engine, metrics, num_parameters)
     metrics.close()
+
+
+def _check_same_start(job: Job) -> None:
+    """Every rank must have found the same checkpoint. Collective; raises UserError on all ranks alike."""
+    steps = torch.tensor([job.first_step, -job.first_step], device=topology.device())
+    dist.all_reduce(steps, op=dist.ReduceOp.MAX)
+    if steps[0] != -steps[1]:
+        raise UserError(
+            f"the ranks see different checkpoints in {job.run_dir} (steps {-int(steps[1])} to {int(steps[0])}); "
+            "put --run_dir on a disk that all nodes share"
+        )
 
 
 def build_engine(recipe: Recipe, config: dict[str, Any]) -> tuple[DeepSpeedEngine, int]:
@@ -82,15 +91,9 @@ def check_replicas(engine: DeepSpeedEngine) -> None:
         )
 
 
-def _train(
-    job: Job,
-    engine: DeepSpeedEngine,
-    metrics: Metrics,
-    first_step: int,
-    layout: dict[str, Any],
-    num_parameters: int,
-) -> None:
+def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: int) -> None:
     training, run_config, device = job.recipe.training, job.recipe.run, topology.device()
+    first_step = job.first_step
     sampler = GlobalBatchSampler(
         first_step,
         training.train_steps,
@@ -127,7 +130,7 @@ def _train(
             evaluation = validate(done)
         if done % run_config.save_interval == 0 or last:
             state = run_directory.TrainerState(
-                done, done * training.global_batch_size, layout, job.data.fingerprints, metrics.wandb_id
+                done, done * training.global_batch_size, job.layout, job.data.fingerprints, metrics.wandb_id
             )
             checkpoint.save(engine, job.run_dir, state, job.recipe, run_config.keep_checkpoints)
         if last and topology.rank() == 0:
