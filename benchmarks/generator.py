@@ -2,9 +2,9 @@
 
     python benchmarks/generator.py [--tokens 8192] [--repeats 5]
 
-Zipf-distributed ids at the paper's sizes (V = 200,376, D = 512), float32, forward and backward. The arms alternate;
-medians are printed as JSON lines, with their ratio to the plain definition on all ids, which runs once (it
-takes long). Peak memory of an arm is what the process grew by at its highest, measured in a process of its own.
+Zipf-distributed ids at the paper's sizes (V = 200,376, D = 512), float32, forward and backward. The arms
+alternate; medians are printed as JSON lines, with their ratio to the plain definition on all ids, which runs
+once (it takes long). Peak memory of an arm is what a process of its own grew by at its highest.
 """
 
 from __future__ import annotations

@@ -151,7 +151,8 @@ def deepspeed_run(case: Case) -> dict[str, Any]:
             loss = train_step(engine, iter(micro_batches), len(micro_batches), lr, torch.device("cpu"))
         torch.distributed.all_reduce(loss, group=topology.parallel_state.get_data_parallel_group())
         losses.append(loss.item() / topology.data_parallel_size())
-        norms.append(engines.global_grad_norm(engine))
+        norm = engines.global_grad_norm(engine)
+        norms.append(None if norm is None else float(norm))
     weights = {name: whole.clone() for name, whole in engines.named_local_parameters(engine)}
     engine.destroy()
     return {

@@ -122,10 +122,11 @@ def parameter_groups(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
     return engine.optimizer.param_groups  # pyright: ignore[reportOptionalMemberAccess,reportAttributeAccessIssue]
 
 
-def global_grad_norm(engine: DeepSpeedEngine) -> float | None:
-    """Norm of the whole gradient before clipping, or None where DeepSpeed does not compute one."""
+def global_grad_norm(engine: DeepSpeedEngine) -> Tensor | float | None:
+    """Norm of the whole gradient before clipping, as DeepSpeed keeps it (a device scalar is not read back);
+    None where DeepSpeed does not compute one."""
     norm = engine.get_global_grad_norm()
-    return float(norm) if isinstance(norm, (int, float, Tensor)) else None
+    return norm if isinstance(norm, (int, float, Tensor)) else None
 
 
 def synchronize() -> None:

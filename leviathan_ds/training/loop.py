@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from megatron.core import parallel_state
-from torch import Tensor
 
 from data_prep.errors import UserError
 from data_prep.tokenizers import load_tokenizer
@@ -28,6 +25,7 @@ from leviathan_ds.training.job import Job, write_run_dir
 from leviathan_ds.training.metrics import Metrics
 from leviathan_ds.training.schedule import learning_rate
 from leviathan_ds.training.step import train_step
+from leviathan_ds.training.step_log import StepLog
 
 
 def run(job: Job) -> None:
@@ -51,8 +49,10 @@ def run(job: Job) -> None:
         enabled=topology.rank() == 0,
         settings={**dataclasses.asdict(recipe), "ds_config": job.ds_config, "parameters": num_parameters},
     )
-    _train(job, engine, metrics, num_parameters)
-    metrics.close()
+    try:
+        _train(job, engine, metrics, num_parameters)
+    finally:
+        metrics.close()
 
 
 def _check_same_start(job: Job) -> None:
@@ -92,10 +92,9 @@ def check_replicas(engine: DeepSpeedEngine) -> None:
 
 
 def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: int) -> None:
-    training, run_config, device = job.recipe.training, job.recipe.run, topology.device()
-    first_step = job.first_step
+    training, every, device = job.recipe.training, job.recipe.run, topology.device()
     sampler = GlobalBatchSampler(
-        first_step,
+        job.first_step,
         training.train_steps,
         training.global_batch_size,
         training.micro_batch_size,
@@ -104,44 +103,43 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
     )
     batches = iter(loader(job.train_dataset, sampler, job.recipe.data.num_workers))
     validate = _validator(job, engine, metrics)
-    clock = _Clock(training.global_batch_size * job.recipe.data.sequence_length)
-    losses: list[tuple[Tensor, float, float | None]] = []
-
     for reason in job.passed_over:
         metrics.say(f"passing over a checkpoint: {reason}")
-    metrics.say(_headline(job, num_parameters, first_step))
-    if first_step == 0:
+    metrics.say(_headline(job, num_parameters))
+    if job.first_step == 0:
         initial = validate(0)
         if topology.rank() == 0:
             run_directory.update_summary(job.run_dir, initial_val_loss=initial.loss, parameters=num_parameters)
 
-    for step in range(first_step, training.train_steps):
+    tokens_per_step = training.global_batch_size * job.recipe.data.sequence_length
+    log = StepLog(metrics, tokens_per_step, training.train_steps)
+    for step in range(job.first_step, training.train_steps):
         lr = learning_rate(step, training)
-        with clock:
-            loss = train_step(engine, batches, job.num_passes, lr, device)
-        losses.append((loss, lr, engines.global_grad_norm(engine)))
+        loss = train_step(engine, batches, job.num_passes, lr, device)
+        log.add(loss, lr, engines.global_grad_norm(engine))
         done = step + 1
         last = done == training.train_steps
-        if done % run_config.log_interval == 0 or last:
-            _log(metrics, losses, done, clock, training.train_steps - done)
-        if run_config.replica_check_interval and done % run_config.replica_check_interval == 0:
-            check_replicas(engine)
-        if done % run_config.eval_interval == 0 or last:
-            evaluation = validate(done)
-        if done % run_config.save_interval == 0 or last:
-            state = run_directory.TrainerState(
-                done, done * training.global_batch_size, job.layout, job.data.fingerprints, metrics.wandb_id
-            )
-            checkpoint.save(engine, job.run_dir, state, job.recipe, run_config.keep_checkpoints)
-        if last and topology.rank() == 0:
-            run_directory.update_summary(
-                job.run_dir,
-                final_val_loss=evaluation.loss,
-                bits_per_byte=evaluation.bits_per_byte,
-                tokens_per_s=clock.mean_tokens_per_s,
-                steps=done,
-                consumed_tokens=done * clock.tokens_per_step,
-            )
+        if done % every.log_interval == 0 or last:
+            log.flush(done)
+        with log.paused():
+            if every.replica_check_interval and done % every.replica_check_interval == 0:
+                check_replicas(engine)
+            if done % every.eval_interval == 0 or last:
+                evaluation = validate(done)
+            if last and topology.rank() == 0:  # before the last checkpoint: its presence means finished
+                run_directory.update_summary(
+                    job.run_dir,
+                    final_val_loss=evaluation.loss,
+                    bits_per_byte=evaluation.bits_per_byte,
+                    tokens_per_s=log.mean_tokens_per_s,
+                    steps=done,
+                    consumed_tokens=done * tokens_per_step,
+                )
+            if done % every.save_interval == 0 or last:
+                state = run_directory.TrainerState(
+                    done, done * training.global_batch_size, job.layout, job.data.fingerprints, metrics.wandb_id
+                )
+                checkpoint.save(engine, job.run_dir, state, job.recipe, every.keep_checkpoints)
 
 
 def _validator(job: Job, engine: DeepSpeedEngine, metrics: Metrics) -> Any:
@@ -162,60 +160,9 @@ def _validator(job: Job, engine: DeepSpeedEngine, metrics: Metrics) -> Any:
     return validate
 
 
-def _log(
-    metrics: Metrics, losses: list[tuple[Tensor, float, float | None]], done: int, clock: _Clock, steps_left: int
-) -> None:
-    """Fetch the losses since the last log in one transfer, average them over the ranks, record them."""
-    values = torch.stack([loss for loss, _, _ in losses])
-    dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
-    engines.synchronize()
-    values = (values / topology.data_parallel_size()).tolist()
-    tokens_per_s = clock.lap()
-    records = [
-        {
-            "step": done - len(losses) + 1 + i,
-            "loss": value,
-            "lr": lr,
-            "grad_norm": norm,
-            "tokens_per_s": tokens_per_s,
-        }
-        for i, (value, (_, lr, norm)) in enumerate(zip(values, losses, strict=True))
-    ]
-    summary = {**records[-1], "loss": sum(values) / len(values)}
-    metrics.steps(records, summary, steps_left * clock.tokens_per_step / tokens_per_s)
-    losses.clear()
-
-
-class _Clock:
-    """Time spent in steps, validation and checkpoints left out."""
-
-    def __init__(self, tokens_per_step: int) -> None:
-        self.tokens_per_step = tokens_per_step
-        self._lap_s = self._total_s = 0.0
-        self._lap_steps = self._steps = 0
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._lap_s += time.perf_counter() - self._start
-        self._lap_steps += 1
-
-    def lap(self) -> float:
-        """Tokens per second since the last call."""
-        rate = self._lap_steps * self.tokens_per_step / self._lap_s
-        self._total_s, self._steps = self._total_s + self._lap_s, self._steps + self._lap_steps
-        self._lap_s, self._lap_steps = 0.0, 0
-        return rate
-
-    @property
-    def mean_tokens_per_s(self) -> float:
-        return self._steps * self.tokens_per_step / self._total_s
-
-
-def _headline(job: Job, num_parameters: int, first_step: int) -> str:
+def _headline(job: Job, num_parameters: int) -> str:
     recipe = job.recipe
-    start = "starting" if job.resume_from is None else f"resuming at step {first_step}"
+    start = "starting" if job.resume_from is None else f"resuming at step {job.first_step}"
     return (
         f"{start}: {recipe.model.embedding}, {num_parameters:,} parameters, "
         f"TP {topology.tensor_parallel_size()} × DP {topology.data_parallel_size()}, "
