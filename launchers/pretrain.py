@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -48,6 +49,10 @@ def main(arguments: list[str]) -> None:
 
 def quiet_libraries() -> None:
     """Warnings about missing GPU kernels and informative chatter say nothing to act on."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns when it has to find that out
     warnings.filterwarnings("ignore")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
