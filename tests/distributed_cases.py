@@ -183,3 +183,49 @@ def replica_run(case: Case, perturb: bool = False) -> list[tuple[str, float]]:
     for micro_batches in batches(case):
         train_step(engine, iter(micro_batches), len(micro_batches), 1e-2, torch.device("cpu"))
     return registry.differing_replicas(engines.named_local_parameters(engine))
+
+
+def resumed_run(case: Case, folder: Path) -> tuple[list[float], list[float], bool]:
+    """Losses of the steps after a checkpoint: without a stop, and from the checkpoint in a new engine.
+
+    Also whether all weights, this TP rank's, end bitwise equal, and equal the checkpoint's safetensors in between.
+    """
+    from leviathan_ds import run_directory
+    from leviathan_ds.model.weights import full_weights
+    from leviathan_ds.parallel import ds_config, registry
+    from leviathan_ds.parallel import engine as engines
+    from leviathan_ds.training import checkpoint, loop
+    from leviathan_ds.training.step import train_step
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    topology.initialize(case.tp)
+    recipe = case.recipe(topology.data_parallel_size())
+    path = CONFIGS / f"{case.zero}.json"
+    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
+    steps = batches(case)
+    before, after = steps[:2], steps[2:]
+
+    def train(engine, some) -> list[float]:
+        return [train_step(engine, iter(micro), len(micro), 1e-2, torch.device("cpu")).item() for micro in some]
+
+    engine, _ = loop.build_engine(recipe, config)
+    train(engine, before)
+    state = run_directory.TrainerState(2, 2 * GLOBAL_BATCH, {}, [], None)
+    saved = checkpoint.save(engine, folder, state, recipe, keep=1)
+    at_save = {name: whole.clone() for name, whole in engines.named_local_parameters(engine)}
+    undisturbed = train(engine, after)
+    expected = {name: whole.clone() for name, whole in engines.named_local_parameters(engine)}
+    engine.destroy()
+
+    rank, size = topology.tensor_parallel_rank(), topology.tensor_parallel_size()
+    written = {name: registry.rule_for(name).shard(full, rank, size) for name, full in full_weights(saved)}
+    equal = written.keys() == at_save.keys() and all(torch.equal(written[name], at_save[name]) for name in written)
+
+    recipe = replace(recipe, training=replace(recipe.training, seed=99))  # what is loaded must not matter
+    engine, _ = loop.build_engine(recipe, config)
+    checkpoint.load(engine, saved)
+    resumed = train(engine, after)
+    found = dict(engines.named_local_parameters(engine))
+    equal = equal and all(torch.equal(found[name], expected[name]) for name in expected)
+    engine.destroy()
+    return undisturbed, resumed, equal
