@@ -2,9 +2,10 @@
 
     python benchmarks/generator.py [--tokens 8192] [--repeats 5]
 
-Zipf-distributed ids at the paper's sizes (V = 200,376, D = 512), float32, forward and backward. The arms alternate;
-medians are printed as JSON lines, with their ratio to the plain definition on all ids, which runs once (it
-takes long). Peak memory of an arm is what the process grew by at its highest, measured in a process of its own.
+Zipf-distributed ids at the paper's sizes (V = 200,376, D = 512), float32, forward and backward. The arms
+alternate; medians are printed as JSON lines, with their ratio to the plain definition on all ids, which runs
+once (it takes long). Peak memory of an arm is what the process grew by at its highest, measured in a process of
+its own.
 """
 
 from __future__ import annotations
