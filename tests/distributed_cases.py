@@ -85,13 +85,19 @@ def batches(case: Case) -> list[list[Batch]]:
     ]
 
 
+def plain_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """Mean over the unmasked tokens by torch's cross-entropy on whole logits, not by the trainer's own loss."""
+    logits = model(batch.tokens)
+    counted = batch.loss_mask.bool()
+    return torch.nn.functional.cross_entropy(logits[counted], batch.labels[counted])
+
+
 def single_process_run(case: Case) -> dict[str, Any]:
-    """The reference: one process, plain torch.optim.AdamW and clip_grad_norm_, no DeepSpeed."""
+    """The reference: one process, plain cross-entropy, torch.optim.AdamW and clip_grad_norm_, no DeepSpeed."""
     from leviathan_ds.model.initialization import initialize_weights
     from leviathan_ds.model.language_model import LanguageModel
     from leviathan_ds.parallel import registry
     from leviathan_ds.training.schedule import learning_rate
-    from leviathan_ds.training.step import mean_loss
 
     topology.initialize(1)
     recipe = case.recipe(1)
@@ -104,7 +110,7 @@ def single_process_run(case: Case) -> dict[str, Any]:
     for step, micro_batches in enumerate(batches(case)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, training) * group["lr_scale"]
-        loss = sum(mean_loss(model, batch) for batch in micro_batches) / len(micro_batches)
+        loss = sum(plain_loss(model, batch) for batch in micro_batches) / len(micro_batches)
         loss.backward()
         if step == 0:
             grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -151,7 +157,8 @@ def deepspeed_run(case: Case) -> dict[str, Any]:
             loss = train_step(engine, iter(micro_batches), len(micro_batches), lr, torch.device("cpu"))
         torch.distributed.all_reduce(loss, group=topology.parallel_state.get_data_parallel_group())
         losses.append(loss.item() / topology.data_parallel_size())
-        norms.append(engines.global_grad_norm(engine))
+        norm = engines.global_grad_norm(engine)
+        norms.append(None if norm is None else float(norm))
     weights = {name: whole.clone() for name, whole in engines.named_local_parameters(engine)}
     engine.destroy()
     return {
@@ -182,3 +189,79 @@ def replica_run(case: Case, perturb: bool = False) -> list[tuple[str, float]]:
     for micro_batches in batches(case):
         train_step(engine, iter(micro_batches), len(micro_batches), 1e-2, torch.device("cpu"))
     return registry.differing_replicas(engines.named_local_parameters(engine))
+
+
+def resumed_run(case: Case, run_dir: Path) -> dict[str, Any]:
+    """Four steps with a checkpoint after each of the first two; then steps 3 and 4 again by a new engine."""
+    from leviathan_ds import run_directory
+    from leviathan_ds.parallel import ds_config
+    from leviathan_ds.parallel import engine as engines
+    from leviathan_ds.training import checkpoint, loop
+    from leviathan_ds.training.schedule import learning_rate
+    from leviathan_ds.training.step import train_step
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    topology.initialize(case.tp)
+    recipe = case.recipe(topology.data_parallel_size())
+    path = CONFIGS / f"{case.zero}.json"
+    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
+    data = batches(case)
+
+    def steps(engine: Any, numbers: range, save: int) -> dict[str, Any]:
+        losses = []
+        for step in numbers:
+            lr = learning_rate(step, recipe.training)
+            losses.append(train_step(engine, iter(data[step]), len(data[step]), lr, torch.device("cpu")).item())
+            if step < save:
+                state = run_directory.TrainerState(step + 1, (step + 1) * GLOBAL_BATCH, {}, [], None)
+                checkpoint.save(engine, run_dir, state, recipe, keep=1)
+        weights = {name: whole.clone() for name, whole in engines.named_local_parameters(engine)}
+        engine.destroy()
+        return {"losses": losses, "weights": weights}
+
+    engine, _ = loop.build_engine(recipe, config)
+    undisturbed = steps(engine, range(4), save=2)
+    # Other initial weights: what is not loaded would show.
+    other = replace(recipe, training=replace(recipe.training, seed=recipe.training.seed + 1))
+    engine, _ = loop.build_engine(other, config)
+    saved = run_directory.complete_checkpoints(run_dir)
+    checkpoint.load(engine, saved[-1])
+    resumed = steps(engine, range(2, 4), save=0)
+    return {"undisturbed": undisturbed, "resumed": resumed, "saved": [folder.name for folder in saved]}
+
+
+def evaluation_run(data_parallel_size: int, num_samples: int) -> Any:
+    """`evaluate` over random samples, as many passes on every rank as `validation_batches` says."""
+    from leviathan_ds.model.initialization import initialize_weights
+    from leviathan_ds.model.language_model import LanguageModel
+    from leviathan_ds.training.evaluate import evaluate, validation_batches
+
+    topology.initialize(1)
+    assert topology.data_parallel_size() == data_parallel_size
+    model = LanguageModel(MODEL, ParallelConfig())
+    initialize_weights(model, MODEL, seed=1)
+    data = samples(steps=2)
+    indices = validation_batches(num_samples, len(data), micro_batch_size=4)
+    bytes_of_token = torch.arange(MODEL.vocabulary) % 7
+    return evaluate(
+        model, [collate([data[i] for i in each]) for each in indices], bytes_of_token, topology.device()
+    )
+
+
+def logged_run(_: int) -> dict[str, Any]:
+    """What `loop._log` records of two steps whose losses differ over the data-parallel ranks."""
+    from leviathan_ds.training import loop
+
+    class Recorder:
+        def steps(self, records: list[dict[str, Any]], summary: dict[str, Any], remaining_s: float) -> None:
+            self.records, self.summary, self.remaining_s = records, summary, remaining_s
+
+    topology.initialize(1)
+    recorder: Any = Recorder()
+    clock = loop._Clock(tokens_per_step=100)
+    clock.start()
+    ours = 1.0 + topology.rank()
+    steps = [(torch.tensor(ours), 0.1, torch.tensor(3.0)), (torch.tensor(2 * ours), 0.2, None)]
+    loop._log(recorder, steps, 8, clock, steps_left=4)
+    assert steps == [], "logged once"
+    return vars(recorder)

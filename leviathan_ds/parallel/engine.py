@@ -122,13 +122,16 @@ def parameter_groups(engine: DeepSpeedEngine) -> list[dict[str, Any]]:
     return engine.optimizer.param_groups  # pyright: ignore[reportOptionalMemberAccess,reportAttributeAccessIssue]
 
 
-def global_grad_norm(engine: DeepSpeedEngine) -> float | None:
-    """Norm of the whole gradient before clipping, or None where DeepSpeed does not compute one."""
-    norm = engine.get_global_grad_norm()
-    return float(norm) if isinstance(norm, (int, float, Tensor)) else None
+def global_grad_norm(engine: DeepSpeedEngine) -> Tensor | float | None:
+    """Norm of the whole gradient before clipping, or None where DeepSpeed does not compute one.
+
+    A tensor stays on its device: float() of it in every step would make the host wait for the step.
+    """
+    norm: Any = engine.get_global_grad_norm()
+    return norm.detach() if isinstance(norm, Tensor) else norm
 
 
 def synchronize() -> None:
-    """Wait for the device, so that a wall-clock time means something. For logging steps only."""
+    """Wait for the device, so that a wall-clock time means something. Never in every step."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

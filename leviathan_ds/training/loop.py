@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,7 +107,7 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
     batches = iter(loader(job.train_dataset, sampler, job.recipe.data.num_workers))
     validate = _validator(job, engine, metrics)
     clock = _Clock(training.global_batch_size * job.recipe.data.sequence_length)
-    losses: list[tuple[Tensor, float, float | None]] = []
+    losses: list[tuple[Tensor, float, Tensor | float | None]] = []
 
     for reason in job.passed_over:
         metrics.say(f"passing over a checkpoint: {reason}")
@@ -115,24 +117,27 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
         if topology.rank() == 0:
             run_directory.update_summary(job.run_dir, initial_val_loss=initial.loss, parameters=num_parameters)
 
+    clock.start()
     for step in range(first_step, training.train_steps):
         lr = learning_rate(step, training)
-        with clock:
-            loss = train_step(engine, batches, job.num_passes, lr, device)
+        loss = train_step(engine, batches, job.num_passes, lr, device)
         losses.append((loss, lr, engines.global_grad_norm(engine)))
         done = step + 1
         last = done == training.train_steps
         if done % run_config.log_interval == 0 or last:
             _log(metrics, losses, done, clock, training.train_steps - done)
         if run_config.replica_check_interval and done % run_config.replica_check_interval == 0:
-            check_replicas(engine)
+            with clock.paused():
+                check_replicas(engine)
         if done % run_config.eval_interval == 0 or last:
-            evaluation = validate(done)
+            with clock.paused():
+                evaluation = validate(done)
         if done % run_config.save_interval == 0 or last:
             state = run_directory.TrainerState(
                 done, done * training.global_batch_size, job.layout, job.data.fingerprints, metrics.wandb_id
             )
-            checkpoint.save(engine, job.run_dir, state, job.recipe, run_config.keep_checkpoints)
+            with clock.paused():
+                checkpoint.save(engine, job.run_dir, state, job.recipe, run_config.keep_checkpoints)
         if last and topology.rank() == 0:
             run_directory.update_summary(
                 job.run_dir,
@@ -163,20 +168,23 @@ def _validator(job: Job, engine: DeepSpeedEngine, metrics: Metrics) -> Any:
 
 
 def _log(
-    metrics: Metrics, losses: list[tuple[Tensor, float, float | None]], done: int, clock: _Clock, steps_left: int
+    metrics: Metrics,
+    losses: list[tuple[Tensor, float, Tensor | float | None]],
+    done: int,
+    clock: _Clock,
+    steps_left: int,
 ) -> None:
-    """Fetch the losses since the last log in one transfer, average them over the ranks, record them."""
+    """Fetch losses and norms since the last log, average the losses over the ranks, record all of them."""
     values = torch.stack([loss for loss, _, _ in losses])
     dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
-    engines.synchronize()
     values = (values / topology.data_parallel_size()).tolist()
-    tokens_per_s = clock.lap()
+    tokens_per_s = clock.lap(len(losses))
     records = [
         {
             "step": done - len(losses) + 1 + i,
             "loss": value,
             "lr": lr,
-            "grad_norm": norm,
+            "grad_norm": None if norm is None else float(norm),
             "tokens_per_s": tokens_per_s,
         }
         for i, (value, (_, lr, norm)) in enumerate(zip(values, losses, strict=True))
@@ -187,30 +195,43 @@ def _log(
 
 
 class _Clock:
-    """Time spent in steps, validation and checkpoints left out."""
+    """Wall-clock time of training: steps and the wait for their data, without validation and checkpoints.
+
+    Steps are only queued on a GPU while the host runs ahead, so a reading first waits for the device.
+    """
 
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
         self._lap_s = self._total_s = 0.0
-        self._lap_steps = self._steps = 0
+        self._total_steps = 0
 
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
+    def start(self) -> None:
+        engines.synchronize()
+        self._since = time.perf_counter()
 
-    def __exit__(self, *_: object) -> None:
-        self._lap_s += time.perf_counter() - self._start
-        self._lap_steps += 1
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the block's time; steps queued before it still count."""
+        self._stop()
+        yield
+        self.start()
 
-    def lap(self) -> float:
-        """Tokens per second since the last call."""
-        rate = self._lap_steps * self.tokens_per_step / self._lap_s
-        self._total_s, self._steps = self._total_s + self._lap_s, self._steps + self._lap_steps
-        self._lap_s, self._lap_steps = 0.0, 0
+    def lap(self, num_steps: int) -> float:
+        """Tokens per second since the last call, in which num_steps steps were taken."""
+        self._stop()
+        rate = num_steps * self.tokens_per_step / self._lap_s
+        self._total_s, self._total_steps = self._total_s + self._lap_s, self._total_steps + num_steps
+        self._lap_s = 0.0
+        self._since = time.perf_counter()
         return rate
+
+    def _stop(self) -> None:
+        engines.synchronize()
+        self._lap_s += time.perf_counter() - self._since
 
     @property
     def mean_tokens_per_s(self) -> float:
-        return self._steps * self.tokens_per_step / self._total_s
+        return self._total_steps * self.tokens_per_step / self._total_s
 
 
 def _headline(job: Job, num_parameters: int, first_step: int) -> str:
