@@ -85,13 +85,19 @@ def batches(case: Case) -> list[list[Batch]]:
     ]
 
 
+def plain_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """Mean over the unmasked tokens by torch's cross-entropy on whole logits, not by the trainer's own loss."""
+    logits = model(batch.tokens)
+    counted = batch.loss_mask.bool()
+    return torch.nn.functional.cross_entropy(logits[counted], batch.labels[counted])
+
+
 def single_process_run(case: Case) -> dict[str, Any]:
-    """The reference: one process, plain torch.optim.AdamW and clip_grad_norm_, no DeepSpeed."""
+    """The reference: one process, plain cross-entropy, torch.optim.AdamW and clip_grad_norm_, no DeepSpeed."""
     from leviathan_ds.model.initialization import initialize_weights
     from leviathan_ds.model.language_model import LanguageModel
     from leviathan_ds.parallel import registry
     from leviathan_ds.training.schedule import learning_rate
-    from leviathan_ds.training.step import mean_loss
 
     topology.initialize(1)
     recipe = case.recipe(1)
@@ -104,7 +110,7 @@ def single_process_run(case: Case) -> dict[str, Any]:
     for step, micro_batches in enumerate(batches(case)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, training) * group["lr_scale"]
-        loss = sum(mean_loss(model, batch) for batch in micro_batches) / len(micro_batches)
+        loss = sum(plain_loss(model, batch) for batch in micro_batches) / len(micro_batches)
         loss.backward()
         if step == 0:
             grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -209,9 +215,11 @@ def resumed_run(case: Case, folder: Path) -> tuple[list[float], list[float], boo
         return [train_step(engine, iter(micro), len(micro), 1e-2, torch.device("cpu")).item() for micro in some]
 
     engine, _ = loop.build_engine(recipe, config)
-    train(engine, before)
-    state = run_directory.TrainerState(2, 2 * GLOBAL_BATCH, {}, [], None)
-    saved = checkpoint.save(engine, folder, state, recipe, keep=1)
+    saved = folder
+    for step in (1, 2):
+        train(engine, before[step - 1 : step])
+        state = run_directory.TrainerState(step, step * GLOBAL_BATCH, {}, [], None)
+        saved = checkpoint.save(engine, folder, state, recipe, keep=1)
     at_save = {name: whole.clone() for name, whole in engines.named_local_parameters(engine)}
     undisturbed = train(engine, after)
     expected = {name: whole.clone() for name, whole in engines.named_local_parameters(engine)}
@@ -229,3 +237,39 @@ def resumed_run(case: Case, folder: Path) -> tuple[list[float], list[float], boo
     equal = equal and all(torch.equal(found[name], expected[name]) for name in expected)
     engine.destroy()
     return undisturbed, resumed, equal
+
+
+def evaluation_run(data_parallel_size: int, num_samples: int) -> Any:
+    """`evaluate` over random samples, as many passes on every rank as `validation_batches` says."""
+    from leviathan_ds.model.initialization import initialize_weights
+    from leviathan_ds.model.language_model import LanguageModel
+    from leviathan_ds.training.evaluate import evaluate, validation_batches
+
+    topology.initialize(1)
+    assert topology.data_parallel_size() == data_parallel_size
+    model = LanguageModel(MODEL, ParallelConfig())
+    initialize_weights(model, MODEL, seed=1)
+    data = samples(steps=2)
+    indices = validation_batches(num_samples, len(data), micro_batch_size=4)
+    bytes_of_token = torch.arange(MODEL.vocabulary) % 7
+    return evaluate(
+        model, [collate([data[i] for i in each]) for each in indices], bytes_of_token, topology.device()
+    )
+
+
+def logged_run(_: int) -> dict[str, Any]:
+    """What `StepLog` records of two steps whose losses differ over the data-parallel ranks."""
+    from leviathan_ds.training.step_log import StepLog
+
+    class Recorder:
+        def steps(self, records: list[dict[str, Any]], summary: dict[str, Any], remaining_s: float) -> None:
+            self.records, self.summary, self.remaining_s = records, summary, remaining_s
+
+    topology.initialize(1)
+    recorder: Any = Recorder()
+    log = StepLog(recorder, tokens_per_step=100, train_steps=12)
+    ours = 1.0 + topology.rank()
+    log.add(torch.tensor(ours), 0.1, torch.tensor(3.0))
+    log.add(torch.tensor(2 * ours), 0.2, None)
+    log.flush(8)
+    return vars(recorder)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from distributed_cases import evaluation_run
 
 from data_prep.preprocess import preprocess
 from data_prep.tokenizers import load_tokenizer
@@ -54,3 +55,12 @@ def test_equals_a_plain_computation(tmp_path):
     assert found.loss == pytest.approx(nats / tokens, rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-4)
     assert found.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
+
+
+def test_two_ranks_share_the_samples_and_sum_their_scores(two_ranks):
+    """15 samples make one pass of 4 on each of two ranks: the first 8, as one process scores them."""
+    alone = evaluation_run(1, 8)
+    for found in two_ranks.run(evaluation_run, 2, 15):
+        assert (found.tokens, found.bytes) == (alone.tokens, alone.bytes)
+        assert found.loss == pytest.approx(alone.loss, rel=1e-6)
+        assert found.bits_per_byte == pytest.approx(alone.bits_per_byte, rel=1e-6)

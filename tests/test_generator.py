@@ -159,6 +159,18 @@ def test_a_zero_factor_has_a_finite_right_gradient():
     assert delta.grad[0, 0].abs().sum().item() == delta.grad[0, 2].abs().sum().item() == 0
 
 
+@pytest.mark.parametrize("product", [portable_separable_product, separable_product])
+def test_a_point_that_is_no_number_stays_by_itself(product):
+    """A diverged step must end as a NaN loss, which DeepSpeed skips in bf16, and not on a bad address."""
+    t, delta = torch.rand(2, 5, 4), torch.randn(2, 4, 6, 3)
+    t[0, 1, 2] = torch.nan
+    out = product(t.requires_grad_(), delta.requires_grad_(), True)
+    assert out[0, 1].isnan().all()
+    assert out.isnan().sum() == 3
+    out.sum().backward()
+    assert t.grad[0, 1].isnan().any() and not t.grad[1].isnan().any()
+
+
 def small(**changes) -> SplineGenerator:
     config = GeneratorConfig(seed_size=6, num_heads=2, num_knots=5, rank=3, **changes)
     generator = SplineGenerator(90, 4, config, dtype=torch.float64)

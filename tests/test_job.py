@@ -239,6 +239,22 @@ def test_changed_data_is_refused_at_a_resume(case: Case) -> None:
         pretrain.main(case.arguments)
 
 
+def test_tokenizer_is_that_of_the_data_until_there_is_a_checkpoint(case: Case) -> None:
+    """A run killed before its first checkpoint may start again on other data; its tokenizer must follow."""
+    start_with(case)
+    kept = case.run_dir / run_directory.TOKENIZER
+    right = kept.read_bytes()
+    kept.write_bytes(b"of the data before")
+    pretrain.main(case.arguments)
+    job.write_run_dir(case.started[0])
+    assert kept.read_bytes() == right
+    complete_checkpoint(case, 2, case.started[0].data.fingerprints)
+    kept.write_bytes(b"of the checkpoint")
+    pretrain.main(case.arguments)
+    job.write_run_dir(case.started[1])
+    assert kept.read_bytes() == b"of the checkpoint"
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("tensor_model_parallel_size", 2), ("data_parallel_size", 4), ("zero_stage", 3), ("offload_optimizer", True)],

@@ -41,7 +41,8 @@ def three_knots(
     Values outside the knots 0..κ-1 are zero, so a caller may pad the coefficients with anything finite.
     """
     x = t * (num_knots - 1)
-    middle = x.round().clamp_(0, num_knots - 1)
+    # A NaN keeps its values but gets a valid index: a diverged step must end as a NaN loss, not on a bad address.
+    middle = x.round().nan_to_num_(0.0).clamp_(0, num_knots - 1)
     f = x - middle
     inside_low, inside_high = middle > 0, middle < num_knots - 1
     values = torch.stack([0.5 * (0.5 - f) ** 2 * inside_low, 0.75 - f**2, 0.5 * (0.5 + f) ** 2 * inside_high])

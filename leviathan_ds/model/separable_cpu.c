@@ -19,7 +19,8 @@ typedef struct {
 static Knots three_knots(float t, long K, int normalize) {
     Knots k;
     float x = t * (float)(K - 1), middle = rintf(x);
-    middle = middle < 0.0f ? 0.0f : middle > (float)(K - 1) ? (float)(K - 1) : middle;
+    /* so ordered that a NaN becomes row 0: its values stay NaN, its address must not */
+    middle = middle > 0.0f ? (middle < (float)(K - 1) ? middle : (float)(K - 1)) : 0.0f;
     float f = x - middle;
     float low = middle > 0.0f ? 1.0f : 0.0f, high = middle < (float)(K - 1) ? 1.0f : 0.0f;
     k.row = (long)middle;

@@ -156,6 +156,7 @@ def write_run_dir(job: Job) -> None:
     run_directory.write_text(job.run_dir / run_directory.RECIPE, recipes.to_yaml(job.recipe))
     run_directory.write_text(job.run_dir / run_directory.DS_CONFIG, json.dumps(job.ds_config, indent=2) + "\n")
     tokenizer = job.run_dir / run_directory.TOKENIZER
-    if not tokenizer.is_file():
+    # Without a checkpoint the data may still be others than at the first start, and so may their tokenizer.
+    if job.resume_from is None or not tokenizer.is_file():
         with written_aside(tokenizer) as file:
             file.write(job.data.tokenizer_path.read_bytes())

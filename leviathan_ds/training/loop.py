@@ -121,24 +121,26 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
         last = done == training.train_steps
         if done % every.log_interval == 0 or last:
             log.flush(done)
-        with log.paused():
-            if every.replica_check_interval and done % every.replica_check_interval == 0:
+        if every.replica_check_interval and done % every.replica_check_interval == 0:
+            with log.paused():
                 check_replicas(engine)
-            if done % every.eval_interval == 0 or last:
+        if done % every.eval_interval == 0 or last:
+            with log.paused():
                 evaluation = validate(done)
-            if last and topology.rank() == 0:  # before the last checkpoint: its presence means finished
-                run_directory.update_summary(
-                    job.run_dir,
-                    final_val_loss=evaluation.loss,
-                    bits_per_byte=evaluation.bits_per_byte,
-                    tokens_per_s=log.mean_tokens_per_s,
-                    steps=done,
-                    consumed_tokens=done * tokens_per_step,
-                )
-            if done % every.save_interval == 0 or last:
-                state = run_directory.TrainerState(
-                    done, done * training.global_batch_size, job.layout, job.data.fingerprints, metrics.wandb_id
-                )
+        if last and topology.rank() == 0:  # before the last checkpoint: its presence means finished
+            run_directory.update_summary(
+                job.run_dir,
+                final_val_loss=evaluation.loss,
+                bits_per_byte=evaluation.bits_per_byte,
+                tokens_per_s=log.mean_tokens_per_s,
+                steps=done,
+                consumed_tokens=done * tokens_per_step,
+            )
+        if done % every.save_interval == 0 or last:
+            state = run_directory.TrainerState(
+                done, done * training.global_batch_size, job.layout, job.data.fingerprints, metrics.wandb_id
+            )
+            with log.paused():
                 checkpoint.save(engine, job.run_dir, state, job.recipe, every.keep_checkpoints)
 
 

@@ -37,9 +37,11 @@ class StepLog:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in the block is no step's."""
+        """Time in the block is no step's; steps that are queued before it still count."""
+        engines.synchronize()
         start = time.perf_counter()
         yield
+        engines.synchronize()
         self._paused_s += time.perf_counter() - start
 
     def flush(self, done: int) -> None:
