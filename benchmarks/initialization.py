@@ -34,7 +34,6 @@ PUBLISHED_LIKE = GeneratorConfig(
     codebook_std=0.02, seed_proj_std=0.02, center_product=False, out_proj_std=BASE_STD
 )
 CONDITIONED = GeneratorConfig(out_proj_std=BASE_STD)
-SMALL = replace(CONDITIONED, seed_size=32, num_heads=8, num_knots=8, rank=32, spline_delta_std=0.2)
 
 
 def scaled(factor: float, **changes: float) -> GeneratorConfig:
@@ -51,19 +50,14 @@ ARMS: dict[
     "published_like_centred": ("leviathan", replace(PUBLISHED_LIKE, center_product=True), 1.0),
     "conditioned_centred": ("leviathan", CONDITIONED, 1.0),
     "conditioned_uncentred": ("leviathan", replace(CONDITIONED, center_product=False), 1.0),
-    "out_proj_x10": ("leviathan", scaled(10), 1.0),
     "out_proj_x3": ("leviathan", scaled(3), 1.0),
     "out_proj_x0.2": ("leviathan", scaled(0.2), 1.0),
     "out_proj_x0.1": ("leviathan", scaled(0.1), 1.0),
     "out_proj_x0.05": ("leviathan", scaled(0.05), 1.0),
     "delta_0.2": ("leviathan", replace(CONDITIONED, spline_delta_std=0.2), 1.0),
-    "delta_0.05": ("leviathan", replace(CONDITIONED, spline_delta_std=0.05), 1.0),
     "lr_x3": ("leviathan", CONDITIONED, 3.0),
-    "lr_x0.3": ("leviathan", CONDITIONED, 0.3),
     "out_proj_x0.2_delta_0.05": ("leviathan", scaled(0.2, spline_delta_std=0.05), 1.0),
     "out_proj_x0.2_lr_x0.3": ("leviathan", scaled(0.2), 0.3),
-    "residual": ("leviathan", replace(CONDITIONED, residual=True), 1.0),
-    "small": ("leviathan", SMALL, 1.0),
 }
 
 
