@@ -41,10 +41,9 @@ def main(arguments: list[str]) -> None:
         if environment.rank == 0:
             print(f"{run_dir} is done: all {recipe.training.train_steps} steps were trained, nothing to do")
         return
-    try:
-        loop.run(checked)
-    finally:
-        topology.shutdown()
+    loop.run(checked)
+    # Not after a failure: the other ranks may be waiting in a collective, and leaving would wait for them.
+    topology.shutdown()
 
 
 def quiet_libraries() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from data_prep.errors import UserError
 from data_prep.files import bin_path, idx_path
+from data_prep.manifest import load_manifest
 from launchers import pretrain
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
@@ -308,11 +309,13 @@ def test_start_killed_while_it_describes_the_run_can_start_again(
     assert json.loads((case.run_dir / run_directory.DS_CONFIG).read_text()) == checked.ds_config
 
 
-def test_written_recipe_has_the_vocabulary_filled(case: Case) -> None:
+def test_written_recipe_holds_the_run_to_vocabulary_and_tokenizer(case: Case) -> None:
     start_with(case)
     written = recipes.load(case.run_dir / run_directory.RECIPE)
     given = recipes.load(case.recipe)
-    assert written == replace(given, model=replace(given.model, vocab_size=600))
+    fingerprint = load_manifest(case.prefix).tokenizer.fingerprint
+    data = replace(given.data, tokenizer_fingerprint=fingerprint)
+    assert written == replace(given, model=replace(given.model, vocab_size=600), data=data)
 
 
 # ---- through the real launcher ----

@@ -53,3 +53,28 @@ def test_clock_waits_for_the_device_and_leaves_out_pauses(monkeypatch: pytest.Mo
     log.flush(5)
     assert rates == [10.0, 20.0]
     assert log.mean_tokens_per_s == pytest.approx(50 / 4.5)
+
+
+def test_mfu_is_logged_where_the_devices_peak_is_known() -> None:
+    topology.initialize(1)
+    logged = []
+    recorder = SimpleNamespace(steps=lambda records, summary, remaining_s: logged.extend(records))
+    for utilization in (lambda rate: rate / 1e9, lambda rate: None):
+        log = step_log.StepLog(recorder, 10, 100, utilization)  # pyright: ignore[reportArgumentType]
+        log.add(torch.zeros(()), 0.1, None)
+        log.flush(1)
+    assert logged[0]["mfu"] == logged[0]["tokens_per_s"] / 1e9
+    assert "mfu" not in logged[1]
+
+
+def test_a_diverged_step_ends_the_run_and_is_on_record() -> None:
+    """Raised before any save: see the order in the loop."""
+    topology.initialize(1)
+    logged = []
+    recorder = SimpleNamespace(steps=lambda records, summary, remaining_s: logged.extend(records))
+    log = step_log.StepLog(recorder, tokens_per_step=10, train_steps=100)  # pyright: ignore[reportArgumentType]
+    log.add(torch.tensor(1.0), 0.1, 2.0)
+    log.add(torch.tensor(float("nan")), 0.1, float("nan"))
+    with pytest.raises(FloatingPointError, match="the loss of step 8 is nan"):
+        log.flush(8)
+    assert len(logged) == 2

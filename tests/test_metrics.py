@@ -164,7 +164,6 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_offline_is_one_run_over_two_starts_with_the_steps_as_they_were(tmp_path: Path) -> None:
     run_dir = tmp_path / "job"
     run_dir.mkdir()
-    began = time.monotonic()
     first = start(run_dir, wandb="offline")
     log(first, 1, 2)
     log(first, 3, grad_norm=None)
@@ -176,7 +175,6 @@ def test_offline_is_one_run_over_two_starts_with_the_steps_as_they_were(tmp_path
     log(second, 3, 4)
     second.close()
     assert first.wandb_id == second.wandb_id == (run_dir / run_directory.WANDB_ID).read_text().strip()
-    assert time.monotonic() - began < 60  # no waiting for the network
 
     files = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) == 2

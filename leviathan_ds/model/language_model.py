@@ -41,7 +41,7 @@ class VocabParallelHead(nn.Module):
         labels: Int[Tensor, "b s"] | None = None,
         loss_mask: Float[Tensor, "b s"] | None = None,
     ) -> Tensor:
-        """Summed loss over the unmasked tokens, or without labels the logits [b, s, V] on every rank."""
+        """Loss summed with the mask as weights, or without labels the logits [b, s, V] on every rank."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
         else:
@@ -102,7 +102,7 @@ class LanguageModel(nn.Module):
         loss_mask: Float[Tensor, "b s"] | None = None,
         distinct: DistinctIds | None = None,
     ) -> Tensor:
-        """Summed loss over the unmasked labels (float32 scalar), or without labels the logits [b, s, V]."""
+        """Loss summed with loss_mask as weights (float32 scalar), or without labels the logits [b, s, V]."""
         hidden = self.embedding(tokens, distinct)
         hidden = self.decoder(
             hidden_states=hidden, attention_mask=None, rotary_pos_emb=self.rotary(tokens.shape[1])

@@ -52,16 +52,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for chunk in (slice(i, i + chunk_tokens) for i in range(0, hidden.shape[0], chunk_tokens)):
             grads = (None if grad_hidden is None else grad_hidden[chunk], grad_weight)
             total += _chunk_loss(hidden[chunk], weight, labels[chunk], loss_weights[chunk], shard, grads)
-        ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad_outputs[0]
+        # Scaled in float32: rounded to bfloat16, a factor of 1/3 would bias the whole gradient by 0.2%.
         return (
-            None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype),
-            None if grad_weight is None else grad_weight * scale.to(grad_weight.dtype),
+            None if grad_hidden is None else (grad_hidden.to(scale.dtype) * scale).to(grad_hidden.dtype),
+            None if grad_weight is None else grad_weight.mul_(scale).to(ctx.dtype),
             None,
             None,
             None,

@@ -121,7 +121,7 @@ def complete_partial_gradients(model: nn.Module, sequence_parallel: bool) -> Non
     group = parallel_state.get_tensor_model_parallel_group()
 
     def sum_over_ranks(grad: Tensor) -> Tensor:
-        grad = grad.contiguous()
+        grad = grad.clone(memory_format=torch.contiguous_format)  # a hook may not change its argument
         dist.all_reduce(grad, group=group)
         return grad
 

@@ -25,6 +25,11 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def device_name() -> str:
+    """The accelerator's name as torch gives it, "cpu" without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
 def initialize(tensor_model_parallel_size: int) -> None:
     """Start torch.distributed under the launcher (or alone) and build Megatron's process groups.
 

@@ -7,7 +7,7 @@ cache beside the dataset.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def prepare(recipe: Recipe, ds_config_path: Path, run_dir: Path, world_size: int
     """
     filled = check_configuration(recipe, ds_config_path, world_size)
     data = check_data(recipe.data)
-    recipe = recipe.with_vocabulary(data.vocab_size)
+    recipe = _resolved(recipe, data)
     _check_run_dir(run_dir, recipe)
     resume_from, passed_over = _last_usable(run_dir)
     layout = _layout(recipe, filled, world_size)
@@ -85,6 +85,13 @@ def prepare(recipe: Recipe, ds_config_path: Path, run_dir: Path, world_size: int
             recipe.data, data, recipe.training.train_steps * recipe.training.global_batch_size
         )
     return Job(recipe, filled, run_dir, data, train, validation, resume_from, layout, passed_over)
+
+
+def _resolved(recipe: Recipe, data: CheckedData) -> Recipe:
+    """The recipe with what its data decide: vocabulary size and tokenizer. A resume holds the run to both."""
+    fingerprint = data.manifests[0].tokenizer.fingerprint
+    recipe = replace(recipe, data=replace(recipe.data, tokenizer_fingerprint=fingerprint))
+    return recipe.with_vocabulary(data.vocab_size)
 
 
 def _last_usable(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from data_prep.errors import UserError
 from data_prep.tokenizers import load_tokenizer
-from leviathan_ds import run_directory
+from leviathan_ds import accounting, run_directory
 from leviathan_ds.config import Recipe
 from leviathan_ds.data.loader import loader
 from leviathan_ds.data.sampler import GlobalBatchSampler
@@ -112,15 +113,16 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
             run_directory.update_summary(job.run_dir, initial_val_loss=initial.loss, parameters=num_parameters)
 
     tokens_per_step = training.global_batch_size * job.recipe.data.sequence_length
-    log = StepLog(metrics, tokens_per_step, training.train_steps)
+    log = StepLog(metrics, tokens_per_step, training.train_steps, _utilization(job.recipe))
     for step in range(job.first_step, training.train_steps):
         lr = learning_rate(step, training)
         loss = train_step(engine, batches, job.num_passes, lr, device)
         log.add(loss, lr, engines.global_grad_norm(engine))
         done = step + 1
         last = done == training.train_steps
-        if done % every.log_interval == 0 or last:
-            log.flush(done)
+        saves = done % every.save_interval == 0 or last
+        if done % every.log_interval == 0 or saves:
+            log.flush(done)  # before a save, so that a diverged step never becomes a checkpoint
         if every.replica_check_interval and done % every.replica_check_interval == 0:
             with log.paused():
                 check_replicas(engine)
@@ -136,12 +138,19 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
                 steps=done,
                 consumed_tokens=done * tokens_per_step,
             )
-        if done % every.save_interval == 0 or last:
+        if saves:
             state = run_directory.TrainerState(
                 done, done * training.global_batch_size, job.layout, job.data.fingerprints, metrics.wandb_id
             )
             with log.paused():
                 checkpoint.save(engine, job.run_dir, state, job.recipe, every.keep_checkpoints)
+
+
+def _utilization(recipe: Recipe) -> Callable[[float], float | None]:
+    """Model FLOPs utilisation of all devices at a rate in tokens per second."""
+    flops = accounting.flops_per_token(recipe.model, recipe.data.sequence_length).total
+    peak = accounting.device_peak_flops(topology.device_name(), recipe.training.precision)
+    return lambda tokens_per_s: accounting.mfu(flops, tokens_per_s, topology.world_size(), peak)
 
 
 def _validator(job: Job, engine: DeepSpeedEngine, metrics: Metrics) -> Any:

@@ -17,7 +17,14 @@ from leviathan_ds import run_directory
 from leviathan_ds.config import RunConfig
 
 # Digits that a reader of the console wants.
-_FORMATS = {"loss": ".4f", "lr": ".2e", "grad_norm": ".3f", "tokens_per_s": ",.0f", "val_loss": ".4f"}
+_FORMATS = {
+    "loss": ".4f",
+    "lr": ".2e",
+    "grad_norm": ".3f",
+    "tokens_per_s": ",.0f",
+    "val_loss": ".4f",
+    "mfu": ".1%",
+}
 
 
 def format_value(key: str, value: float | None) -> str:

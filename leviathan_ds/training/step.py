@@ -16,8 +16,9 @@ from leviathan_ds.parallel import engine as engines
 def mean_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
     """Mean loss over the unmasked tokens of one batch, float32 scalar on the device."""
     distinct = DistinctIds(batch.distinct_ids, batch.inverse)
-    total = model(batch.tokens, batch.labels, batch.loss_mask, distinct)
-    return total / batch.loss_mask.sum().clamp(min=1)
+    # Divided before the head forms its gradient: there the factor acts in float32.
+    weights = batch.loss_mask / batch.loss_mask.sum().clamp(min=1)
+    return model(batch.tokens, batch.labels, weights, distinct)
 
 
 def train_step(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -22,8 +23,16 @@ class StepLog:
     Nothing is read back to the host between two flushes: on a GPU the steps stay queued.
     """
 
-    def __init__(self, metrics: Metrics, tokens_per_step: int, train_steps: int) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        tokens_per_step: int,
+        train_steps: int,
+        utilization: Callable[[float], float | None] = lambda tokens_per_s: None,
+    ) -> None:
+        """utilization: model FLOPs utilisation at a rate, None (not logged) where the device's peak is unknown."""
         self._metrics = metrics
+        self._utilization = utilization
         self._tokens_per_step = tokens_per_step
         self._train_steps = train_steps
         self._steps: list[tuple[Tensor, float, Tensor | float | None]] = []
@@ -45,7 +54,10 @@ class StepLog:
         self._paused_s += time.perf_counter() - start
 
     def flush(self, done: int) -> None:
-        """Record every step up to `done`, losses averaged over the data-parallel ranks. Collective."""
+        """Record every step up to `done`, losses averaged over the data-parallel ranks. Collective.
+
+        Raises FloatingPointError, on all ranks alike, when a loss is not finite.
+        """
         losses = torch.stack([loss for loss, _, _ in self._steps])
         dist.all_reduce(losses, group=parallel_state.get_data_parallel_group())
         values = (losses / topology.data_parallel_size()).tolist()
@@ -53,6 +65,7 @@ class StepLog:
         seconds = time.perf_counter() - self._lap_start - self._paused_s
         tokens_per_s = len(values) * self._tokens_per_step / seconds
         first = done - len(values) + 1
+        mfu = self._utilization(tokens_per_s)
         records = [
             {
                 "step": first + i,
@@ -60,6 +73,7 @@ class StepLog:
                 "lr": lr,
                 "grad_norm": None if norm is None else float(norm),
                 "tokens_per_s": tokens_per_s,
+                **({} if mfu is None else {"mfu": mfu}),
             }
             for i, (value, (_, lr, norm)) in enumerate(zip(values, self._steps, strict=True))
         ]
@@ -69,6 +83,12 @@ class StepLog:
         self._total_s, self._total_steps = self._total_s + seconds, self._total_steps + len(values)
         self._steps.clear()
         self._lap_start, self._paused_s = time.perf_counter(), 0.0
+        for record in records:
+            if not math.isfinite(record["loss"]):
+                raise FloatingPointError(
+                    f"the loss of step {record['step']} is {record['loss']}; earlier checkpoints are healthy: "
+                    "lower training.lr or look at the data, and start again"
+                )
 
     @property
     def mean_tokens_per_s(self) -> float:
