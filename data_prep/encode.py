@@ -189,6 +189,8 @@ def _ordered_answers(batches: Iterator[Batch | BadLine], pool: list[_Worker]) ->
         busy = [worker.connection for worker in pool if worker.position >= 0]
         if not busy and exhausted and num_yielded == num_read:
             return
+        if not busy:  # the window was full of answers that waited for the slowest one, and is empty now
+            continue
         for connection in wait(busy):
             position, answer = by_connection[connection].take_back()  # pyright: ignore[reportArgumentType]
             done[position] = answer

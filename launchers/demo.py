@@ -25,8 +25,8 @@ STAGES: list[tuple[str | None, str]] = [
     (None, f"python launchers/export_hf.py --checkpoint {RUN} --output hf/demo --overwrite"),
     (
         None,
-        f"python launchers/generate.py --checkpoint {RUN} --prompt 'The history of the United States' "
-        "--temperature 0.7 --top_p 0.9 --max_new_tokens 160",
+        f"python launchers/generate.py --checkpoint {RUN} --prompt 'The people of the United States' "
+        "--temperature 0.6 --top_p 0.9 --max_new_tokens 120",
     ),
 ]
 
@@ -49,4 +49,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)  # the stage said what there is to say

@@ -11,7 +11,14 @@ from pathlib import Path
 from data_prep.errors import UserError
 from data_prep.sample import DEMO_PREFIX, prepare_demo
 from leviathan_ds import recipe as recipes
-from leviathan_ds.parallel.launch import LaunchEnvironment, exit_with, locked, share_cores_politely
+from leviathan_ds.parallel.launch import (
+    LaunchEnvironment,
+    exit_interrupted,
+    exit_with,
+    locked,
+    quiet_interrupts,
+    share_cores_politely,
+)
 
 DEMO_RECIPE = Path(__file__).parent.parent / "recipes" / "demo.yaml"
 
@@ -26,6 +33,7 @@ def main(arguments: list[str]) -> None:
     run_dir = Path(options.run_dir or Path("runs") / Path(options.config or DEMO_RECIPE).stem)
 
     share_cores_politely()
+    quiet_interrupts()
     quiet_libraries()
     from leviathan_ds.parallel import topology
     from leviathan_ds.training import job, loop
@@ -61,3 +69,5 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except UserError as error:
         exit_with(error)
+    except KeyboardInterrupt:
+        exit_interrupted()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -97,6 +98,18 @@ def _working_directory(process: psutil.Process) -> Path:
         return Path(process.cwd())
     except psutil.Error:  # another user's, or gone: the launcher hands its own on
         return Path.cwd()
+
+
+def quiet_interrupts() -> None:
+    """Let Ctrl-C end all ranks but the node's first at once: their tracebacks would bury its one line."""
+    if LaunchEnvironment.read().local_rank != 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def exit_interrupted() -> NoReturn:
+    """End this rank after Ctrl-C: one line, exit code 130, without waiting for ranks that are gone."""
+    print("stopped; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
+    os._exit(130)
 
 
 def exit_with(error: UserError) -> NoReturn:

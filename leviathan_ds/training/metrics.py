@@ -95,12 +95,11 @@ class Metrics:
             TextColumn("[bold]{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._progress.add_task("train", total=train_steps, completed=resume_step, status="")
+        self._task = self._progress.add_task("train", total=train_steps, completed=resume_step)
         self._progress.start()
 
     def say(self, message: str) -> None:
@@ -115,10 +114,9 @@ class Metrics:
         for record in records:
             self._file.write(record)
         status = "  ".join(f"{key} {format_value(key, summary[key])}" for key in summary if key != "step")
-        self._progress.update(self._task, completed=summary["step"], status=status)
-        if not self._console.is_terminal:
-            minutes, seconds = divmod(int(remaining_s), 60)
-            self.say(f"step {summary['step']:>6}  {status}  left {minutes}:{seconds:02d}")
+        minutes, seconds = divmod(int(remaining_s), 60)
+        self.say(f"step {summary['step']:>6}  {status}  left {minutes}:{seconds:02d}")
+        self._progress.update(self._task, completed=summary["step"])
         self._log_wandb(summary, summary["step"])
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:

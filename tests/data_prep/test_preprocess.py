@@ -1,10 +1,12 @@
 """The whole command: output against an independent reference, failures that leave nothing behind."""
 
 import hashlib
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from pile_texts import TINY
 from sentencepiece import SentencePieceProcessor
 
 from data_prep.batches import EncodeOptions
-from data_prep.encode import SourceReader, WorkerDied, encode_sources
+from data_prep.encode import SourceReader, WorkerDied, _ordered_answers, encode_sources
 from data_prep.errors import UserError
 from data_prep.files import bin_path, dataset_tokenizer_path, idx_path, manifest_path
 from data_prep.manifest import load_manifest
@@ -215,13 +217,24 @@ def test_abandoned_pool_ends_its_workers(tokenizer_path: Path, endless_source: P
     assert psutil.Process().children() == []
 
 
+def _listen_to_ctrl_c() -> None:
+    """A job in the background of a shell, as the whole test run may be, ignores SIGINT; so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def running(tmp_path: Path, tokenizer_path: Path, endless_source: Path) -> Iterator[subprocess.Popen[str]]:
     """The command line in the middle of its work, with its partial files and two workers."""
     command = [sys.executable, "-m", "data_prep.preprocess", "--input", str(endless_source), "--workers", "2"]
     command += ["--tokenizer", str(tokenizer_path), "--output_prefix", str(tmp_path / "out" / "d")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=_listen_to_ctrl_c,  # noqa: PLW1509 - it calls nothing that a thread could hold
+    ) as process:
         deadline = time.monotonic() + 20
         partial = tmp_path / "out" / "d.bin.partial"
         while not (partial.exists() and partial.stat().st_size > 0):
@@ -269,3 +282,29 @@ def test_killed_command_leaves_no_worker_and_the_next_run_succeeds(
     preprocess([TINY], tokenizer_path, tmp_path / "out" / "d")
     assert len(list((tmp_path / "out").iterdir())) == 4
     assert orjson.loads(manifest_path(tmp_path / "out" / "d").read_bytes())["documents"] == 35
+
+
+class SlowFirst:
+    """A worker in this process that answers the first batch late and every other one at once."""
+
+    def __init__(self) -> None:
+        self.connection, self._theirs = multiprocessing.Pipe()
+        self.position = -1
+
+    def hand_out(self, position: int, batch: object) -> None:
+        self.position = position
+        threading.Timer(0.3 if position == 0 else 0.0, self._theirs.send, [batch]).start()
+
+    def take_back(self) -> tuple[int, object]:
+        position, self.position = self.position, -1
+        return position, self.connection.recv()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_one_slow_batch_does_not_stall_the_others(workers: int):
+    """The window fills up behind the slowest batch; when it comes, reading must go on."""
+    batches = [f"batch {i}" for i in range(40)]
+    pool = [SlowFirst() for _ in range(workers)]
+    answers = _ordered_answers(iter(batches), pool)  # pyright: ignore[reportArgumentType]
+    assert list(answers) == batches
