@@ -109,8 +109,8 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
     metrics.say(_headline(job, num_parameters))
     if job.recipe.model.vocabulary > job.data.vocab_size:
         metrics.say(
-            f"note: model.vocab_size is {job.recipe.model.vocabulary:,}, the tokenizer has {job.data.vocab_size:,} "
-            "ids; the rows between them are never trained on"
+            f"note: model.vocab_size is {job.recipe.model.vocabulary:,}, the tokenizer has "
+            f"{job.data.vocab_size:,} ids; the rows between them are never trained on"
         )
     if job.first_step == 0:
         initial = validate(0)
