@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from data_prep.errors import UserError
+
 _BLOCK_BYTES = 1 << 22
 
 
@@ -35,6 +37,25 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
+def check_named(path: Path, option: str) -> None:
+    """Refuse a path without a last part, such as "" or "..", which an unset shell variable leaves.
+
+    Raises UserError naming the option."""
+    if path.name in ("", ".."):
+        raise UserError(f"{option} {str(path)!r} names no file; is a shell variable in it unset?")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError that knows no file (a full disk) the name of the one that was written."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
 def file_digest(path: Path) -> tuple[int, str]:
     """(size in bytes, sha256 in hexadecimal)."""
     digest, size = hashlib.sha256(), 0
@@ -51,7 +72,7 @@ def written_aside(path: Path) -> Iterator[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
     try:
-        with partial.open("wb") as file:
+        with naming(path), partial.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

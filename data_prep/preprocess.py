@@ -18,10 +18,12 @@ from data_prep.encode import SourceReader, WorkerDied, encode_sources
 from data_prep.errors import UserError
 from data_prep.files import (
     bin_path,
+    check_named,
     dataset_tokenizer_path,
     file_digest,
     idx_path,
     manifest_path,
+    naming,
     partial_path,
 )
 from data_prep.indexed import IndexedWriter, token_dtype
@@ -77,6 +79,7 @@ def preprocess(
     """
     paths = [Path(path) for path in inputs]
     prefix = Path(output_prefix)
+    check_named(prefix, "--output_prefix")
     check_sources(paths)
     loaded = load_tokenizer(tokenizer)
     targets = [bin_path(prefix), idx_path(prefix), dataset_tokenizer_path(prefix), manifest_path(prefix)]
@@ -87,7 +90,8 @@ def preprocess(
     options = EncodeOptions(loaded.path, text_key, domain_key, on_error)
     source = SourceReader(paths, skip_damaged=on_error == "skip")
     try:
-        totals = _write_partial(source, options, loaded, targets, workers=workers, progress=progress)
+        with naming(prefix):
+            totals = _write_partial(source, options, loaded, targets, workers=workers, progress=progress)
         manifest = _describe(prefix, source, loaded, totals)
         _publish(targets[:-1], manifest, prefix)
     finally:

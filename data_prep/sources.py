@@ -67,7 +67,9 @@ def check_sources(paths: Iterable[Path]) -> None:
     Raises UserError naming the file."""
     for path in paths:
         if not path.is_file():
-            raise UserError(f"{path}: no such file")
+            raise UserError(
+                f"{path}: {'is a directory, name the files in it' if path.is_dir() else 'no such file'}"
+            )
         if not path.name.endswith(SUFFIXES):
             raise UserError(f"{path}: unknown suffix, expected one of {', '.join(SUFFIXES)}")
 

@@ -19,7 +19,7 @@ from typing import Literal, get_args
 
 from data_prep import cli
 from data_prep.errors import UserError
-from data_prep.files import written_aside
+from data_prep.files import check_named, written_aside
 from data_prep.sources import (
     DEFAULT_DOMAIN_KEY,
     DEFAULT_TEXT_KEY,
@@ -35,6 +35,7 @@ ModelType = Literal["bpe", "unigram"]
 
 _BLOCK_CHARACTERS = 8192  # the unit of sampling: small beside the sample, long beside a word
 _MEASURED_BYTES = 2_000_000  # of the sample are encoded to measure the compression
+_LEAST_VOCABULARY = 260  # 4 special pieces and 256 bytes
 _NUM_THREADS = 2  # fixed: the number is stored in the model, and unigram's sums depend on it
 
 
@@ -67,6 +68,11 @@ def train_tokenizer(
     for a vocabulary that the text cannot fill or that is too small for its characters.
     """
     paths, output = [Path(path) for path in inputs], Path(output)
+    check_named(output, "--output")
+    if output.is_dir():
+        raise UserError(f"--output {output} is a directory; name the .model file to write in it")
+    if not _LEAST_VOCABULARY <= vocab_size < 2**31:
+        raise UserError(f"--vocab_size {vocab_size}: give at least {_LEAST_VOCABULARY} and less than 2^31")
     check_sources(paths)
     documents = iter_documents(paths, text_key, DEFAULT_DOMAIN_KEY, on_error)
     sample = sample_blocks(documents, sample_bytes, seed)

@@ -1,5 +1,6 @@
 """The whole command: output against an independent reference, failures that leave nothing behind."""
 
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -93,6 +94,35 @@ def test_files_in_order_blanks_counted(tmp_path: Path, tokenizer_path: Path, wri
     assert manifest.skipped == dict(blank_line=1, broken_json=1, empty_text=1, missing_text=1, null_text=1)
     assert [Path(source.name).name for source in manifest.sources] == ["first.jsonl", "second.jsonl"]
     assert verify(tmp_path / "d") == manifest
+
+
+def test_a_prefix_without_a_name_is_refused(
+    tokenizer_path: Path, write_jsonl: Any, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`--output_prefix "$UNSET"` wrote ..bin and ..idx into the working directory."""
+    source = write_jsonl([{"text": "a"}])
+    monkeypatch.chdir(tmp_path)
+    before = set(tmp_path.iterdir())
+    for prefix in ("", ".", "..", "./"):
+        command = ["--input", str(source), "--tokenizer", str(tokenizer_path), "--output_prefix", prefix]
+        assert main(command) == 2
+        assert "--output_prefix" in capsys.readouterr().err
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_full_disk_is_named(
+    tokenizer_path: Path, write_jsonl: Any, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("data_prep.indexed.os.fsync", full)
+    source = write_jsonl([{"text": "a"}])
+    command = ["--input", str(source), "--tokenizer", str(tokenizer_path), "--output_prefix", str(tmp_path / "d")]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "No space left" in error and str(tmp_path / "d") in error
+    assert not list(tmp_path.glob("d*"))
 
 
 BAD_INPUTS = [

@@ -78,7 +78,10 @@ def test_refusals_are_one_line(tmp_path: Path, write_jsonl: Any, capsys: pytest.
     empty = write_jsonl([{"text": " "}], "empty.jsonl")
     for source, size, message in (
         (short, "8192", "suffices for at most"),
-        (TINY, "100", "need at least"),
+        (TINY, "300", "need at least"),
+        (TINY, "1", "at least 260"),
+        (TINY, "99999999999999", "less than 2^31"),
+        (tmp_path, "600", "is a directory"),
         (empty, "500", "no text to train on"),
         (tmp_path / "none.jsonl", "500", "no such file"),
     ):
@@ -86,6 +89,9 @@ def test_refusals_are_one_line(tmp_path: Path, write_jsonl: Any, capsys: pytest.
         errors = capsys.readouterr().err.splitlines()
         assert len(errors) == 1 and errors[0].startswith("error: ") and message in errors[0]
         assert not list(tmp_path.glob("tok*"))
+    for wrong, message in (("", "names no file"), (str(tmp_path), "is a directory")):
+        assert main(["--input", str(TINY), "--vocab_size", "600", "--output", wrong]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_command_prints_bytes_per_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
