@@ -4,17 +4,14 @@
 
 Zipf-distributed ids at the paper's sizes (V = 200,376, D = 512), float32, forward and backward. The arms
 alternate; medians are printed as JSON lines, with their ratio to the plain definition on all ids, which runs
-once (it takes long). Peak memory of an arm is what a process of its own grew by at its highest.
+once (it takes long).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
-import subprocess
-import sys
 import time
 
 import torch
@@ -58,25 +55,12 @@ def forward_backward(generator: SplineGenerator, arm: str, ids: torch.Tensor) ->
     return middle - start, time.perf_counter() - middle
 
 
-def peak_bytes(arm: str, ids: torch.Tensor) -> int:
-    """How far this process grew during one pass (run in a fresh process)."""
-    generator = build(arm)
-    forward_backward(generator, arm, ids[:64])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    forward_backward(generator, arm, ids)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--peak_of", choices=PRODUCTS, default=None, help="print an arm's peak memory and stop")
     options = parser.parse_args()
     ids = zipf_ids(options.tokens)
-    if options.peak_of:
-        print(peak_bytes(options.peak_of, ids))
-        return
     generators = {arm: build(arm) for arm in PRODUCTS}
     times: dict[str, list[tuple[float, float]]] = {arm: [] for arm in PRODUCTS}
     for repeat in range(options.repeats):
@@ -86,8 +70,6 @@ def main() -> None:
     plain = sum(times["plain"][0])
     for arm, measured in times.items():
         forward, backward = (statistics.median(part) for part in zip(*measured, strict=True))
-        command = [sys.executable, __file__, "--tokens", str(options.tokens), "--peak_of", arm]
-        peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         record = {"benchmark": "generator", "arm": arm, "forward_s": forward, "backward_s": backward}
         print(
             json.dumps({**record, "speedup": plain / (forward + backward), "peak_extra_MB": peak / 1e6}),
