@@ -37,7 +37,6 @@ def evaluate(options) -> None:
 
     from leviathan_ds.data.dataset import build_datasets, check_data
     from leviathan_ds.data.loader import loader
-    from leviathan_ds.model.embedding import GeneratorEmbedding
     from leviathan_ds.parallel import topology
     from leviathan_ds.trained_model import find_trained_model
     from leviathan_ds.training import evaluate as evaluation
@@ -53,8 +52,6 @@ def evaluate(options) -> None:
     dataset = validation if options.split == "validation" else train
     topology.initialize(1)
     model = trained.build()
-    if isinstance(model.embedding, GeneratorEmbedding):
-        model.embedding.cache_table()
     indices = evaluation.validation_batches(options.samples, len(dataset), options.micro_batch_size)
     token_bytes = evaluation.token_bytes(trained.tokenizer, trained.recipe.model.vocabulary)
     result = evaluation.evaluate(model, loader(dataset, indices, 0), token_bytes, topology.device())

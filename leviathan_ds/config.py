@@ -167,6 +167,8 @@ class ParallelConfig:
     tensor_model_parallel_size: int = 1
     sequence_parallel: bool = False
     """Shard activations between the tensor-parallel regions over the sequence."""
+    split_distinct_ids: bool = True
+    """Each tensor-parallel rank evaluates the generator on its part of the distinct ids; an all-gather follows."""
 
     def __post_init__(self) -> None:
         tp = self.tensor_model_parallel_size

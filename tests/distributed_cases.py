@@ -38,6 +38,7 @@ class Case:
     zero: str = "zero0"
     accumulation: int = 1
     sequence_parallel: bool = False
+    split_distinct_ids: bool = True
     embedding: str = "leviathan"
     precision: str = "fp32"
     recompute: str = "none"
@@ -46,7 +47,7 @@ class Case:
     def recipe(self, data_parallel_size: int) -> Recipe:
         return Recipe(
             model=replace(MODEL, embedding=self.embedding),  # pyright: ignore[reportArgumentType]
-            parallel=ParallelConfig(self.tp, self.sequence_parallel),
+            parallel=ParallelConfig(self.tp, self.sequence_parallel, self.split_distinct_ids),
             training=TrainingConfig(
                 train_steps=100,
                 micro_batch_size=GLOBAL_BATCH // (self.accumulation * data_parallel_size),

@@ -70,6 +70,13 @@ def test_four_ranks_equal_one_process(four_ranks, sequence_parallel, zero, accum
     check(four_ranks.run(deepspeed_run, case), case)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_whole_distinct_ids_equal_one_process(two_ranks, sequence_parallel):
+    """Every rank evaluates the generator on all ids; all other cases of TP 2 split them."""
+    case = Case(tp=2, zero="zero2", sequence_parallel=sequence_parallel, split_distinct_ids=False)
+    check(two_ranks.run(deepspeed_run, case), case)
+
+
 @pytest.mark.parametrize("embedding", ["dense_tied", "dense_untied"])
 @pytest.mark.parametrize("zero", ["zero1", "zero3"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])

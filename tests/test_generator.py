@@ -200,6 +200,7 @@ def test_table_is_every_id_in_order():
     generator = small()
     ids = torch.tensor([89, 3, 3, 41])
     assert torch.allclose(generator.table(chunk_tokens=7)[ids], generator(ids))
+    assert torch.allclose(generator.table(ids), generator(ids))
 
 
 def test_bfloat16_weights_keep_the_product_in_float32():

@@ -11,10 +11,10 @@ from leviathan_ds.parallel import topology
 TOKENS, HIDDEN, VOCABULARY, PADDED = 37, 16, 50, 64
 
 
-def problem(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def problem(dtype: torch.dtype, padded: int = PADDED) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
-    weight = torch.randn(PADDED, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(padded, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
     labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
     labels[:2] = torch.tensor([0, VOCABULARY - 1])
     weights = torch.rand(TOKENS, generator=generator)
@@ -68,22 +68,24 @@ def test_bfloat16_sums_in_float32():
     assert torch.allclose(found, plain(hidden.float(), weight.float(), labels, weights), rtol=1e-2)
 
 
-def sharded(_: int) -> tuple[float, torch.Tensor, torch.Tensor]:
+def sharded(padded: int) -> tuple[float, torch.Tensor, torch.Tensor]:
     """Loss, this rank's part of the gradient of hidden, and of its rows (runs on two ranks)."""
     topology.initialize(2)
-    hidden, weight, labels, weights = problem(torch.float64)
+    hidden, weight, labels, weights = problem(torch.float64, padded)
     rows = weight.chunk(2)[topology.tensor_parallel_rank()].clone()
     leaves = hidden.requires_grad_(), rows.requires_grad_()
     loss = vocab_parallel_linear_cross_entropy(*leaves, labels, weights, VOCABULARY, 8)
     return (loss.item(), *gradients(loss, *leaves))
 
 
-def test_two_ranks_equal_whole_logits(two_ranks):
-    hidden, weight, labels, weights = problem(torch.float64)
+@pytest.mark.parametrize("padded", [PADDED, 2 * VOCABULARY])
+def test_two_ranks_equal_whole_logits(two_ranks, padded):
+    """Also where the second rank holds nothing but padding."""
+    hidden, weight, labels, weights = problem(torch.float64, padded)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     expected = plain(*leaves, labels, weights)
     grad_hidden, grad_weight = gradients(expected, *leaves)
-    (loss0, hidden0, rows0), (loss1, hidden1, rows1) = two_ranks.run(sharded, 0)
+    (loss0, hidden0, rows0), (loss1, hidden1, rows1) = two_ranks.run(sharded, padded)
     assert loss0 == loss1 == pytest.approx(expected.item(), rel=1e-6)
     assert torch.allclose(hidden0 + hidden1, grad_hidden, atol=1e-6)
     assert torch.allclose(torch.cat([rows0, rows1]), grad_weight, atol=1e-6)

@@ -51,7 +51,8 @@ def test_every_parameter_has_a_rule(embedding: str) -> None:
         assert rule.is_vocabulary == (name in ("embedding.word_embeddings.weight", "output_layer.weight"))
         assert rule.num_stacked == (2 if "linear_fc1" in name else 1)
         assert rule.undecayed == ("norm" in name or "codebooks" in name), name
-        assert rule.sees_sequence_shard == name.endswith("layernorm.weight"), name
+        partial = "sequence_parallel" if name.endswith("layernorm.weight") else None
+        assert rule.partial_with == ("split_distinct_ids" if ".generator." in name else partial), name
         room = name.split(".")[1 if ".generator." in name else 0]
         expected = {"decoder": "body", "output_layer": "head", "embedding": "embedding", "generator": "generator"}
         assert rule.component == expected[room]

@@ -106,13 +106,17 @@ class SplineGenerator(nn.Module):
         """Step 3: t_l = sigmoid(LN_l(W_l z) / divisor), for each head a point of the unit cube."""
         projected = seed @ _widen(self.seed_proj).transpose(1, 2)
         normed = nn.functional.layer_norm(projected, projected.shape[-1:], eps=LAYER_NORM_EPSILON)
-        affine = normed * _widen(self.norm_weight)[:, None] + _widen(self.norm_bias)[:, None]
-        return torch.sigmoid(affine / self.config.sigmoid_divisor)
+        # The divisor goes into the small vectors, and the sigmoid into the buffer of its argument.
+        weight, bias = (
+            _widen(vector)[:, None] / self.config.sigmoid_divisor for vector in (self.norm_weight, self.norm_bias)
+        )
+        return torch.addcmul(bias, normed, weight).sigmoid_()
 
-    def table(self, chunk_tokens: int = 8192) -> Float[Tensor, "V D"]:
-        """The embedding of every id, without a graph: what inference and export look up."""
+    def table(self, ids: Int[Tensor, " n"] | None = None, chunk_tokens: int = 8192) -> Float[Tensor, "n D"]:
+        """The embeddings of many ids (None: of every id), without a graph: what inference and export look up."""
         with torch.no_grad():
-            ids = torch.arange(self.vocab_size, device=self.out_proj.device)
+            if ids is None:
+                ids = torch.arange(self.vocab_size, device=self.out_proj.device)
             return torch.cat([self(chunk) for chunk in ids.split(chunk_tokens)])
 
 

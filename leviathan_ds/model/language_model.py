@@ -77,8 +77,10 @@ class LanguageModel(nn.Module):
         super().__init__()
         config = transformer_config(model, parallel)
         self.model_config = model
-        embedding = GeneratorEmbedding if model.embedding == "leviathan" else TableEmbedding
-        self.embedding = embedding(model, config)
+        if model.embedding == "leviathan":
+            self.embedding = GeneratorEmbedding(model, parallel)
+        else:
+            self.embedding = TableEmbedding(model, config)
         self.rotary = RotaryEmbedding(
             model.head_size,
             rotary_percent=1.0,

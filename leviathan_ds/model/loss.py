@@ -3,7 +3,7 @@
 With 200k tokens of vocabulary the logits of one micro-batch outweigh the body's activations many times.
 Here they exist for `chunk_tokens` tokens at a time; since the loss is the last thing computed, its gradient
 is formed in the same pass, and backward only scales it. The vocabulary is sharded over the tensor-parallel
-ranks; three small reductions a chunk make the softmax exact.
+ranks; two small reductions a chunk make the softmax exact.
 
 n tokens, D hidden size, p rows of the vocabulary on this rank.
 """
@@ -44,6 +44,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, loss_weights, vocab_size, chunk_tokens):
         shard = _VocabularyShard.of(weight, vocab_size)
+        buffers = _Buffers.of(weight, min(chunk_tokens, hidden.shape[0]))
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         # Summed over chunks in float32 whatever the weights' dtype.
@@ -51,7 +52,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=_accumulation_dtype(weight))
         for chunk in (slice(i, i + chunk_tokens) for i in range(0, hidden.shape[0], chunk_tokens)):
             grads = (None if grad_hidden is None else grad_hidden[chunk], grad_weight)
-            total += _chunk_loss(hidden[chunk], weight, labels[chunk], loss_weights[chunk], shard, grads)
+            total += _chunk_loss(hidden[chunk], weight, labels[chunk], loss_weights[chunk], shard, buffers, grads)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
         return total
@@ -69,6 +70,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+class _Buffers(NamedTuple):
+    """One chunk's logits, reused by all chunks: on a CPU, fresh pages cost more than the softmax.
+
+    wide: in the dtype of softmax and sums. narrow: in the weight's dtype, for the matrix products; the same
+    memory where both are one.
+    """
+
+    wide: Float[Tensor, "chunk p"]
+    narrow: Float[Tensor, "chunk p"]
+
+    @staticmethod
+    def of(weight: Tensor, num_tokens: int) -> _Buffers:
+        wide = weight.new_empty(num_tokens, weight.shape[0], dtype=_accumulation_dtype(weight))
+        return _Buffers(wide, wide if wide.dtype == weight.dtype else torch.empty_like(wide, dtype=weight.dtype))
+
+    def first(self, num_tokens: int) -> _Buffers:
+        return _Buffers(self.wide[:num_tokens], self.narrow[:num_tokens])
 
 
 class _VocabularyShard(NamedTuple):
@@ -94,46 +114,54 @@ def _chunk_loss(
     labels: Tensor,
     loss_weights: Tensor,
     shard: _VocabularyShard,
+    buffers: _Buffers,
     grads: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """Weighted loss of one chunk; fills the chunk's gradient of hidden and adds to the weight's.
-
-    A function of its own so that one chunk's logits are freed before the next one's exist.
-    """
+    """Weighted loss of one chunk; fills the chunk's gradient of hidden and adds to the weight's."""
     grad_hidden, grad_weight = grads
-    logits = (hidden @ weight.T).to(_accumulation_dtype(weight))
-    logits[:, shard.true_rows :] = -torch.inf
+    logits, narrow = buffers.first(hidden.shape[0])
+    torch.mm(hidden, weight.T, out=narrow)
+    if logits is not narrow:
+        logits.copy_(narrow)
+    # Not -inf: a rank may hold padding only, and its softmax must not be 0 / 0.
+    logits[:, shard.true_rows :] = torch.finfo(logits.dtype).min
     local = labels - shard.first_row
     here = (local >= 0) & (local < shard.true_rows)
     index = local.clamp(0, logits.shape[1] - 1)[:, None]
-    losses, probabilities = _softmax_cross_entropy_(logits, index, here)
+    losses, probabilities, share = _softmax_cross_entropy_(logits, index, here)
     if grad_hidden is not None or grad_weight is not None:
-        grad_logits = probabilities.scatter_add_(1, index, -here[:, None].to(probabilities.dtype))
-        grad_logits = grad_logits.mul_(loss_weights[:, None]).to(weight.dtype)
+        grad_logits = probabilities.mul_((loss_weights * share)[:, None])
+        grad_logits.scatter_add_(1, index, -(here * loss_weights)[:, None].to(grad_logits.dtype))
+        if narrow is not logits:
+            narrow.copy_(grad_logits)
         if grad_hidden is not None:
-            torch.mm(grad_logits, weight, out=grad_hidden)
-        if grad_weight is not None:
-            grad_weight += grad_logits.T @ hidden
+            torch.mm(narrow, weight, out=grad_hidden)
+        if grad_weight is not None and grad_weight.dtype == narrow.dtype:
+            grad_weight.addmm_(narrow.T, hidden)
+        elif grad_weight is not None:
+            grad_weight += narrow.T @ hidden
     return (losses * loss_weights).sum()
 
 
-def _softmax_cross_entropy_(logits: Tensor, index: Tensor, here: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses and probabilities of one chunk, overwriting the logits; exact over the sharded vocabulary.
+def _softmax_cross_entropy_(logits: Tensor, index: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses of one chunk, the softmax over this rank's rows (overwriting the logits), and each token's share of
+    the whole softmax that lies on this rank.
 
     Args:
         index: column of each token's label [n, 1], meaningful where the label is `here` on this rank.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
-    parallel = parallel_state.get_tensor_model_parallel_world_size() > 1
     largest = logits.amax(-1)
-    if parallel:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    logits -= largest[:, None]
     label_logits = torch.where(here, logits.gather(1, index)[:, 0], 0.0)
-    exponentials = logits.exp_()
-    denominators = exponentials.sum(-1)
-    if parallel:
-        sums = torch.stack([label_logits, denominators])
-        dist.all_reduce(sums, group=group)
-        label_logits, denominators = sums.unbind()
-    return denominators.log() - label_logits, exponentials.div_(denominators[:, None])
+    # In place, and row by row in the cache. The largest probability is at least 1 / p: its logarithm is exact.
+    probabilities = torch.softmax(logits, -1, out=logits)
+    log_denominator = largest - probabilities.amax(-1).log()
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return log_denominator - label_logits, probabilities, torch.ones_like(largest)
+    group = parallel_state.get_tensor_model_parallel_group()
+    reference = log_denominator.clone()
+    dist.all_reduce(reference, op=dist.ReduceOp.MAX, group=group)
+    sums = torch.stack([label_logits, (log_denominator - reference).exp()])
+    dist.all_reduce(sums, group=group)
+    label_logits, denominators = sums.unbind()
+    log_whole = reference + denominators.log()
+    return log_whole - label_logits, probabilities, (log_denominator - log_whole).exp()

@@ -27,7 +27,8 @@ from leviathan_ds.model.separable import padded_splines, portable_separable_prod
 
 _logger = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("separable_cpu.c")
-_FLAGS = ("-O3", "-march=native", "-std=c99", "-fopenmp-simd", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC")
+_LANES = 16  # of separable_cpu.c
 
 
 def separable_product(
@@ -77,8 +78,18 @@ def _compile(compiler: str, path: Path) -> None:
         aside.replace(path)  # ranks that compile at once replace equal by equal
 
 
-def _for_each_head(num_heads: int, work) -> None:
-    """Call work(head) for all heads on the threads that torch was given; ctypes lets go of the GIL."""
+def _for_each_head(name: str, tensors: tuple[Tensor, ...], num_knots: int, normalize: bool) -> None:
+    """Call the kernel for all heads on the threads that torch was given; ctypes lets go of the GIL."""
+    library = _library()
+    assert library is not None
+    num_heads, num_ids, seed_size = tensors[0].shape
+    sizes = (*map(ctypes.c_long, (num_ids, seed_size, num_knots, tensors[1].shape[3])), ctypes.c_int(normalize))
+
+    def work(head: int) -> None:
+        pointers = (ctypes.c_void_p(tensor[head].data_ptr()) for tensor in tensors)
+        if getattr(library, name)(*pointers, *sizes):
+            raise MemoryError(f"{name}: no memory for one block of ids")
+
     threads = min(num_heads, torch.get_num_threads())
     if threads == 1:
         for head in range(num_heads):
@@ -92,44 +103,29 @@ def _executor(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads)
 
 
-def _pointer(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _sizes(t: Tensor, delta: Tensor, normalize: bool) -> tuple:
-    return (*map(ctypes.c_long, (*t.shape[1:], *delta.shape[2:])), ctypes.c_int(normalize))
+def _padded_splines(delta: Float[Tensor, "h d κ r"]) -> Float[Tensor, "h d knots_padded rank_padded"]:
+    """`padded_splines` with the rank filled up to whole vectors; the modes that this adds are dropped again."""
+    return torch.nn.functional.pad(padded_splines(delta), (0, -delta.shape[3] % _LANES))
 
 
 class _NativeProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, t: Tensor, delta: Tensor, normalize: bool) -> Tensor:
-        library = _library()
-        assert library is not None
         t = t.contiguous()
         ctx.save_for_backward(t, delta)
         ctx.normalize = normalize
-        modes = t.new_empty(*t.shape[:2], delta.shape[3])
-        splines, sizes = padded_splines(delta), _sizes(t, delta, normalize)
-
-        def head_forward(head: int) -> None:
-            library.separable_forward(*map(_pointer, (t[head], splines[head], modes[head])), *sizes)
-
-        _for_each_head(len(t), head_forward)
-        return modes
+        splines = _padded_splines(delta)
+        modes = t.new_empty(*t.shape[:2], splines.shape[3])
+        _for_each_head("separable_forward", (t, splines, modes), delta.shape[2], normalize)
+        return modes[..., : delta.shape[3]]
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
-        library = _library()
-        assert library is not None
         t, delta = ctx.saved_tensors
-        grad_modes = grad_outputs[0].contiguous()
-        splines, sizes = padded_splines(delta), _sizes(t, delta, ctx.normalize)
-        grad_t, grad_splines = torch.empty_like(t), torch.zeros_like(splines)
-        work = t.new_empty(len(t), 2, delta.shape[1], delta.shape[3])
-
-        def head_backward(head: int) -> None:
-            arguments = (t, splines, grad_modes, grad_t, grad_splines, work)
-            library.separable_backward(*(_pointer(tensor[head]) for tensor in arguments), *sizes)
-
-        _for_each_head(len(t), head_backward)
-        return grad_t, grad_splines[:, :, 1:-1], None
+        rank = delta.shape[3]
+        splines = _padded_splines(delta)
+        grad_modes = torch.nn.functional.pad(grad_outputs[0], (0, splines.shape[3] - rank)).contiguous()
+        grad_t, grad_splines = torch.zeros_like(t), torch.zeros_like(splines)
+        arguments = (t, splines, grad_modes, grad_t, grad_splines)
+        _for_each_head("separable_backward", arguments, delta.shape[2], ctx.normalize)
+        return grad_t, grad_splines[:, :, 1:-1, :rank], None

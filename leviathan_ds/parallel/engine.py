@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from data_prep.errors import UserError
-from leviathan_ds.config import TrainingConfig
+from leviathan_ds.config import ParallelConfig, TrainingConfig
 from leviathan_ds.parallel import ds_config, launch, registry
 from leviathan_ds.parallel.mpu import MegatronMpu
 
@@ -57,7 +57,7 @@ def check_values(filled: dict[str, Any], path: Path) -> None:
 
 
 def initialize(
-    model: nn.Module, training: TrainingConfig, sequence_parallel: bool, config: dict[str, Any]
+    model: nn.Module, training: TrainingConfig, parallel: ParallelConfig, config: dict[str, Any]
 ) -> DeepSpeedEngine:
     """Hand an initialised model to DeepSpeed, with everything that the registry knows about its parameters.
 
@@ -66,7 +66,7 @@ def initialize(
         config: DeepSpeed's configuration, filled (`ds_config.fill`).
     """
     registry.mark_tensor_parallel(model)
-    registry.complete_partial_gradients(model, sequence_parallel)
+    registry.complete_partial_gradients(model, parallel)
     if ds_config.offloads_optimizer(config):
         _build_cpu_adam()
     groups = registry.optimizer_groups(

@@ -2,8 +2,8 @@
 
 A parameter is either sharded over the tensor-parallel ranks along one dimension, or replicated on all of
 them. The gradient of a replicated parameter is full on every rank (its output enters the column-parallel
-layers through a region whose backward sums over the ranks), or, under sequence parallelism, partial where
-the module sees only this rank's part of the sequence: then `complete_partial_gradients` sums it.
+layers through a region whose backward sums over the ranks), or partial where the module sees only this rank's
+part of the sequence or of the distinct ids: then `complete_partial_gradients` sums it.
 A parameter that no rule knows is an error at start-up, not a silent guess.
 """
 
@@ -19,6 +19,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
+from leviathan_ds.config import ParallelConfig
+
 Component = Literal["generator", "embedding", "body", "head"]
 
 
@@ -29,7 +31,7 @@ class ParameterRule:
     Attributes:
         shard_dim: dimension split over the tensor-parallel ranks; None for a replicated parameter.
         num_stacked: matrices stacked along shard_dim (2 for SwiGLU's gate and up), each split by itself.
-        sees_sequence_shard: under sequence parallelism each rank's gradient covers only its tokens.
+        partial_with: the switch of ParallelConfig under which each rank's gradient covers only its tokens or ids.
         undecayed: no weight decay; for the generator's (codebooks, LayerNorms) by the recipe's switch.
         is_vocabulary: the sharded dimension is the padded vocabulary.
     """
@@ -38,7 +40,7 @@ class ParameterRule:
     component: Component
     shard_dim: int | None = None
     num_stacked: int = 1
-    sees_sequence_shard: bool = False
+    partial_with: Literal["sequence_parallel", "split_distinct_ids"] | None = None
     undecayed: bool = False
     is_vocabulary: bool = False
 
@@ -68,20 +70,29 @@ class ParameterRule:
 _GENERATOR = r"embedding\.generator\."
 _LAYER = r"decoder\.layers\.\d+\."
 RULES: tuple[ParameterRule, ...] = (
-    ParameterRule(_GENERATOR + r"(codebooks|norm_weight|norm_bias)", "generator", undecayed=True),
-    ParameterRule(_GENERATOR + r"(seed_proj|spline_delta|out_proj|residual_proj)", "generator"),
+    ParameterRule(
+        _GENERATOR + r"(codebooks|norm_weight|norm_bias)",
+        "generator",
+        partial_with="split_distinct_ids",
+        undecayed=True,
+    ),
+    ParameterRule(
+        _GENERATOR + r"(seed_proj|spline_delta|out_proj|residual_proj)",
+        "generator",
+        partial_with="split_distinct_ids",
+    ),
     ParameterRule(r"embedding\.word_embeddings\.weight", "embedding", shard_dim=0, is_vocabulary=True),
     ParameterRule(
         _LAYER + r"(input_layernorm|pre_mlp_layernorm)\.weight",
         "body",
-        sees_sequence_shard=True,
+        partial_with="sequence_parallel",
         undecayed=True,
     ),
     ParameterRule(_LAYER + r"self_attention\.linear_qkv\.weight", "body", shard_dim=0),
     ParameterRule(_LAYER + r"self_attention\.linear_proj\.weight", "body", shard_dim=1),
     ParameterRule(_LAYER + r"mlp\.linear_fc1\.weight", "body", shard_dim=0, num_stacked=2),
     ParameterRule(_LAYER + r"mlp\.linear_fc2\.weight", "body", shard_dim=1),
-    ParameterRule(r"decoder\.final_layernorm\.weight", "body", sees_sequence_shard=True, undecayed=True),
+    ParameterRule(r"decoder\.final_layernorm\.weight", "body", partial_with="sequence_parallel", undecayed=True),
     ParameterRule(r"output_layer\.weight", "head", shard_dim=0, is_vocabulary=True),
 )
 
@@ -110,13 +121,13 @@ def mark_tensor_parallel(model: nn.Module) -> None:
         parameter.partition_dim = -1 if rule.shard_dim is None else rule.shard_dim  # pyright: ignore
 
 
-def complete_partial_gradients(model: nn.Module, sequence_parallel: bool) -> None:
+def complete_partial_gradients(model: nn.Module, parallel: ParallelConfig) -> None:
     """Make partial gradients full inside autograd: a sum over the tensor-parallel ranks.
 
     A hook on the parameter runs before anything sees the gradient, so DeepSpeed, whose own hooks know
     nothing of tensor parallelism, accumulates, reduces and clips a full gradient at every ZeRO stage.
     """
-    if not sequence_parallel:
+    if parallel.tensor_model_parallel_size == 1:
         return
     group = parallel_state.get_tensor_model_parallel_group()
 
@@ -126,7 +137,7 @@ def complete_partial_gradients(model: nn.Module, sequence_parallel: bool) -> Non
         return grad
 
     for _, parameter, rule in named_rules(model):
-        if rule.sees_sequence_shard:
+        if rule.partial_with is not None and getattr(parallel, rule.partial_with):
             parameter.register_hook(sum_over_ranks)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from data_prep.tokenizers import Tokenizer
 from leviathan_ds.data.loader import Batch
 from leviathan_ds.data.sampler import GlobalBatchSampler
-from leviathan_ds.model.embedding import DistinctIds
+from leviathan_ds.model.embedding import GeneratorEmbedding
 from leviathan_ds.parallel import topology
 
 
@@ -63,19 +63,24 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate over all data-parallel ranks' batches. Collective; leaves the model's mode as it was.
 
+    The generator's table is computed once and looked up: any validation that says something has more tokens than
+    the vocabulary has ids.
+
     Args:
         model: the language model or the engine around it.
         bytes_of_token: of `token_bytes`, [V].
     """
     was_training = model.training
     model.eval()
+    embedding = model.embedding
+    if isinstance(embedding, GeneratorEmbedding):
+        embedding.cache_table()
     totals = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
     bytes_of_token = bytes_of_token.to(device)
     with torch.no_grad():
         for cpu_batch in batches:
             batch = cpu_batch.to(device)
-            distinct = DistinctIds(batch.distinct_ids, batch.inverse)
-            nats = model(batch.tokens, batch.labels, batch.loss_mask, distinct)
+            nats = model(batch.tokens, batch.labels, batch.loss_mask)
             counted = (bytes_of_token[batch.labels] * batch.loss_mask).sum()
             totals += torch.stack([nats.double(), batch.loss_mask.sum().double(), counted.double()])
     dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())

@@ -78,7 +78,7 @@ def build_engine(recipe: Recipe, config: dict[str, Any]) -> tuple[DeepSpeedEngin
         for _, parameter, rule in registry.named_rules(model)
     )
     model.to(topology.device())
-    return engines.initialize(model, recipe.training, recipe.parallel.sequence_parallel, config), num_parameters
+    return engines.initialize(model, recipe.training, recipe.parallel, config), num_parameters
 
 
 def check_replicas(engine: DeepSpeedEngine) -> None:

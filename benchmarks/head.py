@@ -1,0 +1,127 @@
+"""The output head's loss: chunked with its gradient formed in the forward, against megatron-core's unchunked loss.
+
+    python benchmarks/head.py [--tensor_parallel 2] [--tokens 4096] [--repeats 5] [--chunk_tokens 512] [--dtype fp32]
+
+V = 200,376 (padded for tensor parallelism), D = 512; loss and both gradients. The arms alternate in one job; peak
+memory is that of a fresh job for each arm. With --tensor_parallel 2 two processes share the vocabulary. Targets:
+peak memory at most 1/8, time at most 1.05 times, loss and gradients equal to 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+from measure import alternate, low_retention, peak_memory_mb, ratio, report
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+from leviathan_ds.config import ModelConfig
+from leviathan_ds.model.loss import vocab_parallel_linear_cross_entropy
+from leviathan_ds.parallel import topology
+
+VOCABULARY, HIDDEN = 200_376, 512
+ARMS = ("megatron-core, unchunked", "chunked")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Arm:
+    """One way to compute the mean loss and its gradients."""
+
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        device, dtype = topology.device(), DTYPES[options.dtype]
+        rows = ModelConfig(vocab_size=VOCABULARY).padded_vocab_size(options.tensor_parallel) // options.tensor_parallel
+        own = torch.Generator().manual_seed(1 + topology.tensor_parallel_rank())
+        weight = torch.randn(rows, HIDDEN, generator=own) * 0.02
+        padding = rows * (topology.tensor_parallel_rank() + 1) - VOCABULARY
+        if padding > 0:
+            weight[-padding:] = 0
+        shared = torch.Generator().manual_seed(0)
+        hidden = torch.randn(options.tokens, HIDDEN, generator=shared)
+        self.labels = torch.randint(0, VOCABULARY, (options.tokens,), generator=shared).to(device)
+        self.hidden = hidden.to(device, dtype).requires_grad_()
+        self.weight = weight.to(device, dtype).requires_grad_()
+        self.loss_weights = torch.full((options.tokens,), 1 / options.tokens, device=device)
+        self.padding, self.chunk_tokens, self.chunked = max(0, padding), options.chunk_tokens, name == "chunked"
+
+    def __call__(self) -> None:
+        self.hidden.grad = self.weight.grad = None
+        hidden = copy_to_tensor_model_parallel_region(self.hidden)
+        if self.chunked:
+            self.loss = vocab_parallel_linear_cross_entropy(
+                hidden, self.weight, self.labels, self.loss_weights, VOCABULARY, self.chunk_tokens
+            )
+        else:
+            logits = (hidden @ self.weight.T).float()
+            if self.padding:
+                logits[:, -self.padding :] = -torch.inf
+            losses = vocab_parallel_cross_entropy(logits[:, None], self.labels[:, None])[:, 0]
+            self.loss = (losses * self.loss_weights).sum()
+        self.loss.backward()
+
+    def result(self) -> dict[str, torch.Tensor]:
+        assert self.hidden.grad is not None and self.weight.grad is not None
+        return {"loss": self.loss.detach(), "hidden": self.hidden.grad, "weight": self.weight.grad}
+
+
+def _join(rank: int, options: argparse.Namespace) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.tensor_parallel)}
+    os.environ |= {"LOCAL_SIZE": str(options.tensor_parallel), "MASTER_ADDR": "127.0.0.1"}
+    os.environ.setdefault("MASTER_PORT", "29577")
+    topology.initialize(options.tensor_parallel)
+
+
+def time_arms(rank: int, options: argparse.Namespace, answer: Any) -> None:
+    _join(rank, options)
+    arms = {name: Arm(name, options) for name in ARMS}
+    times = alternate(arms, options.repeats)
+    expected, found = (arms[name].result() for name in ARMS)
+    errors = {key: float((found[key] - expected[key]).norm() / expected[key].norm()) for key in expected}
+    answer.put((rank, times, errors))
+
+
+def measure_peak(rank: int, name: str, options: argparse.Namespace, answer: Any) -> None:
+    _join(rank, options)
+    arm = Arm(name, options)
+    answer.put((rank, peak_memory_mb(arm)))
+
+
+def on_all_ranks(function: Any, options: argparse.Namespace, *arguments: Any) -> list[Any]:
+    """The function's answers in rank order, from fresh processes."""
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    with low_retention():
+        multiprocessing.spawn(function, (*arguments, options, queue), nprocs=options.tensor_parallel)
+    return [answer for _, *answer in sorted(queue.get() for _ in range(options.tensor_parallel))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tensor_parallel", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--chunk_tokens", type=int, default=512)
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    options = parser.parse_args()
+    peaks = {name: max(peak for (peak,) in on_all_ranks(measure_peak, options, name)) for name in ARMS}
+    (times, errors), *_ = on_all_ranks(time_arms, options)
+    for name in ARMS:
+        report(
+            "head",
+            arm=name,
+            tensor_parallel=options.tensor_parallel,
+            dtype=options.dtype,
+            tokens=options.tokens,
+            seconds=statistics.median(times[name]),
+            time_ratio=ratio(times, name, ARMS[0]),
+            peak_mb=peaks[name],
+            memory_ratio=peaks[name] / peaks[ARMS[0]],
+            **({} if name == ARMS[0] else {f"{key}_error": value for key, value in errors.items()}),
+        )
+
+
+if __name__ == "__main__":
+    main()
