@@ -1,6 +1,6 @@
-"""The output head's loss: chunked with its gradient formed in the forward, against megatron-core's unchunked loss.
+"""The output head's loss: chunked with its gradient formed in the forward, against megatron-core's whole one.
 
-    python benchmarks/head.py [--tensor_parallel 2] [--tokens 4096] [--repeats 5] [--chunk_tokens 512] [--dtype fp32]
+    python benchmarks/head.py [--tensor_parallel 2] [--tokens 4096] [--repeats 5] [--dtype bf16]
 
 V = 200,376 (padded for tensor parallelism), D = 512; loss and both gradients. The arms alternate in one job; peak
 memory is that of a fresh job for each arm. With --tensor_parallel 2 two processes share the vocabulary. Targets:
@@ -15,10 +15,10 @@ import statistics
 from typing import Any
 
 import torch
-import torch.multiprocessing as multiprocessing
 from measure import alternate, low_retention, peak_memory_mb, ratio, report
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from torch import multiprocessing
 
 from leviathan_ds.config import ModelConfig
 from leviathan_ds.model.loss import vocab_parallel_linear_cross_entropy
@@ -34,7 +34,10 @@ class Arm:
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         device, dtype = topology.device(), DTYPES[options.dtype]
-        rows = ModelConfig(vocab_size=VOCABULARY).padded_vocab_size(options.tensor_parallel) // options.tensor_parallel
+        rows = (
+            ModelConfig(vocab_size=VOCABULARY).padded_vocab_size(options.tensor_parallel)
+            // options.tensor_parallel
+        )
         own = torch.Generator().manual_seed(1 + topology.tensor_parallel_rank())
         weight = torch.randn(rows, HIDDEN, generator=own) * 0.02
         padding = rows * (topology.tensor_parallel_rank() + 1) - VOCABULARY

@@ -1,11 +1,11 @@
 """The trainer against transformers' LlamaForCausalLM of the same shape, tokens and DeepSpeed configuration.
 
-    python benchmarks/peer.py [--repeats 5] [--precision bf16] [--ds_config ds_configs/zero2.json]
+    python benchmarks/peer.py [--repeats 5] [--precision bf16] [--compile]
 
 D = 512, 8 layers, V = 200,376, sequence 512, 8 sequences (4,096 tokens) a step. The peer is what a user would
-otherwise write: a Llama with an untied table, its own loss, the same `deepspeed.initialize`. The arms alternate in one
-process; peak memory, of model, optimizer and two steps, is taken in a fresh process for each. Targets: at least 1.10
-times its tokens per second and at most 0.5 times its peak memory.
+otherwise write: a Llama with an untied table, its own loss, the same `deepspeed.initialize`. The arms alternate in
+one process; peak memory, of model, optimizer and two steps, is taken in a fresh process for each. Targets: at
+least 1.10 times its tokens per second and at most 0.5 times its peak memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed
-import torch
 from measure import alternate, in_fresh_process, peak_memory_mb, ratio, report
 from step import filled_config, options_of, recipe_of, trainer_step, zipf_batches
 
@@ -55,9 +54,7 @@ def peer_step(options: argparse.Namespace) -> Callable[[], Any]:
             batch = next(batches).to(topology.device())
             logits = engine(input_ids=batch.tokens).logits
             # The tokens that the trainer predicts, by the loss that transformers calls.
-            loss = llama.loss_function(
-                logits, labels=None, shift_labels=batch.labels, vocab_size=model.vocabulary
-            )
+            loss = llama.loss_function(logits, labels=None, shift_labels=batch.labels, vocab_size=model.vocabulary)
             engine.backward(loss)
             engine.step()
 
@@ -94,6 +91,7 @@ def main() -> None:
             "peer",
             arm=arm,
             precision=options.precision,
+            compile=options.compile,
             seconds=seconds,
             tokens_per_s=tokens / seconds,
             tokens_per_s_ratio=1 / ratio(times, arm, PEER),

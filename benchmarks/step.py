@@ -1,6 +1,6 @@
 """A whole optimizer step through the engine: Leviathan against its dense twins of the same backbone.
 
-    python benchmarks/step.py [--micro_batches 1] [--repeats 5] [--precision bf16] [--ds_config ds_configs/zero2.json]
+    python benchmarks/step.py [--micro_batches 1] [--repeats 5] [--precision bf16] [--compile]
 
 D = 512, 8 layers, V = 200,376, sequence 512, 8 sequences a micro-batch (4,096 tokens) of Zipf-distributed ids. The
 arms alternate in one process. Targets: at most 1.02 times dense tied, at most 1.00 times dense untied.
@@ -40,6 +40,7 @@ def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--loss_chunk_tokens", type=int, default=TrainingConfig.loss_chunk_tokens)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the trainer's layers")
     parser.add_argument("--ds_config", type=Path, default=Path(__file__).parent.parent / "ds_configs/zero2.json")
     return parser.parse_args()
 
@@ -57,6 +58,7 @@ def recipe_of(options: argparse.Namespace, embedding: EmbeddingKind) -> Recipe:
             micro_batch_size=options.micro_batch_size,
             global_batch_size=options.micro_batch_size * options.micro_batches,
             precision=options.precision,
+            compile=options.compile,
             loss_chunk_tokens=options.loss_chunk_tokens,
         ),
     )
@@ -76,9 +78,7 @@ def zipf_batches(options: argparse.Namespace, count: int) -> list[Batch]:
 
 
 def filled_config(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
-    return ds_config.fill(
-        ds_config.read(options.ds_config), recipe, world_size=1, path=options.ds_config
-    )
+    return ds_config.fill(ds_config.read(options.ds_config), recipe, world_size=1, path=options.ds_config)
 
 
 def trainer_step(options: argparse.Namespace, recipe: Recipe) -> Callable[[], Any]:
@@ -100,6 +100,7 @@ def main() -> None:
             "step",
             arm=arm,
             precision=options.precision,
+            compile=options.compile,
             micro_batches=options.micro_batches,
             seconds=seconds,
             tokens_per_s=tokens / seconds,

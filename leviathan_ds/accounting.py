@@ -209,9 +209,8 @@ def _body_activations(recipe: Recipe) -> int:
 
 def _loss_workspace(model: ModelConfig, tensor_parallel_size: int, live_tokens: int, element: int) -> int:
     rows = model.padded_vocab_size(tensor_parallel_size) // tensor_parallel_size
-    # Logits in float32, and in bf16 a copy; in fp32 the cast is no copy.
-    logits = live_tokens * rows * (4 + (element if element < 4 else 0))
-    return logits + rows * model.hidden_size * (4 + element)
+    # Logits and the head's gradient in float32, and in bf16 each a copy; in fp32 the products work in place.
+    return rows * (live_tokens + model.hidden_size) * (4 + (element if element < 4 else 0))
 
 
 def _generator_workspace(model: ModelConfig, tokens: int, element: int) -> int:

@@ -233,6 +233,8 @@ class TrainingConfig:
     """0: no clipping."""
     precision: Precision = "bf16"
     recompute: Recompute = "none"
+    compile: bool = False
+    """torch.compile the transformer layers; the first step takes half a minute longer."""
     loss_chunk_tokens: int = 1024
     """Tokens whose logits exist at once."""
     seed: int = 1234

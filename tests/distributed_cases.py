@@ -42,6 +42,7 @@ class Case:
     embedding: str = "leviathan"
     precision: str = "fp32"
     recompute: str = "none"
+    compile: bool = False
     steps: int = 5
 
     def recipe(self, data_parallel_size: int) -> Recipe:
@@ -60,6 +61,7 @@ class Case:
                 adam_eps=1e-4,
                 precision=self.precision,  # pyright: ignore[reportArgumentType]
                 recompute=self.recompute,  # pyright: ignore[reportArgumentType]
+                compile=self.compile,
                 loss_chunk_tokens=24,
                 generator_lr_scale=0.5,
             ),
@@ -190,6 +192,37 @@ def replica_run(case: Case, perturb: bool = False) -> list[tuple[str, float]]:
     for micro_batches in batches(case):
         train_step(engine, iter(micro_batches), len(micro_batches), 1e-2, torch.device("cpu"))
     return registry.differing_replicas(engines.named_local_parameters(engine))
+
+
+def memory_run(case: Case, marks: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Bytes of all living tensors, and bytes of resident memory, after the steps of `marks`."""
+    import gc
+
+    from leviathan_ds.parallel import ds_config
+    from leviathan_ds.training import loop
+    from leviathan_ds.training.step import train_step
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    topology.initialize(case.tp)
+    recipe = case.recipe(topology.data_parallel_size())
+    path = CONFIGS / f"{case.zero}.json"
+    engine, _ = loop.build_engine(
+        recipe, ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
+    )
+    data, sizes = batches(case), []
+    for step in range(1, max(marks) + 1):
+        micro_batches = data[step % len(data)]
+        train_step(engine, iter(micro_batches), len(micro_batches), 1e-3, torch.device("cpu"))
+        if step in marks:
+            gc.collect()
+            storages = {
+                tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+                for tensor in gc.get_objects()
+                if type(tensor) in (Tensor, torch.nn.Parameter)
+            }
+            resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+            sizes.append((sum(storages.values()), resident))
+    return sizes
 
 
 def resumed_run(case: Case, folder: Path) -> tuple[list[float], list[float], bool]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_cases import MODEL, Case, deepspeed_run, replica_run, single_process_run
+from distributed_cases import MODEL, Case, deepspeed_run, memory_run, replica_run, single_process_run
 from torch import Tensor
 
 from leviathan_ds.parallel import registry
@@ -92,6 +92,21 @@ def test_recomputation_changes_nothing(two_ranks, recompute, zero):
     check(two_ranks.run(deepspeed_run, case), case)
 
 
+@pytest.mark.parametrize(
+    "zero, sequence_parallel, recompute",
+    [
+        ("zero2", True, "none"),
+        pytest.param("zero1", False, "selective", marks=pytest.mark.slow),
+        pytest.param("zero2", True, "full", marks=pytest.mark.slow),
+        pytest.param("zero3", True, "none", marks=pytest.mark.slow),
+        pytest.param("zero3", False, "full", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_layers_equal_one_process(two_ranks, zero, sequence_parallel, recompute):
+    case = Case(tp=2, zero=zero, sequence_parallel=sequence_parallel, recompute=recompute, compile=True)
+    check(two_ranks.run(deepspeed_run, case), case)
+
+
 @pytest.mark.parametrize("zero", ["zero2_offload", "zero3_offload"])
 def test_offloaded_optimizer_equals_one_process(two_ranks, zero):
     case = Case(tp=1, zero=zero)
@@ -118,6 +133,14 @@ def test_bf16_stays_near_fp32(two_ranks, zero):
 def test_replicas_stay_bitwise_equal(two_ranks, zero, sequence_parallel):
     case = Case(tp=2, zero=zero, sequence_parallel=sequence_parallel, steps=50)
     assert two_ranks.run(replica_run, case) == [[], []]
+
+
+def test_memory_does_not_grow_over_200_steps(two_ranks):
+    """A graph or a batch that each step leaves behind would be 50 KB or more."""
+    for sizes in two_ranks.run(memory_run, Case(tp=2, zero="zero2", accumulation=2), (50, 200)):
+        (tensors, resident), (later_tensors, later_resident) = sizes
+        assert later_tensors == tensors
+        assert later_resident - resident < 150 * 20_000
 
 
 def test_another_seed_on_one_rank_is_found(two_ranks):

@@ -222,9 +222,22 @@ def complete_checkpoint(case: Case, step: int, fingerprints: list[str], **layout
 
 
 def test_harmless_differences_resume(case: Case) -> None:
-    start_with(case, "--run.log_interval=3", "--data.num_workers=1", "--training.recompute=full")
+    start_with(
+        case,
+        "--run.log_interval=3",
+        "--data.num_workers=1",
+        "--training.recompute=full",
+        "--training.compile=true",
+    )
     pretrain.main(case.arguments)
     assert len(case.started) == 1
+
+
+def test_compiling_without_a_compiler_is_refused(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leviathan_ds.training.job.shutil.which", lambda _: None)
+    compiling = ["--config", str(case.recipe), "--training.compile=true"]
+    with pytest.raises(UserError, match=r"training\.compile needs a C\+\+ compiler"):
+        job.check_configuration(recipes.parse(recipes.build_parser(""), compiling)[0], ZERO1, 1)
 
 
 def test_changed_data_is_refused_at_a_resume(case: Case) -> None:

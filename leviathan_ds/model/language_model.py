@@ -73,6 +73,7 @@ class LanguageModel(nn.Module):
         parallel: ParallelConfig,
         recompute: Recompute = "none",
         loss_chunk_tokens: int = 1024,
+        compile_layers: bool = False,
     ) -> None:
         super().__init__()
         config = transformer_config(model, parallel)
@@ -88,6 +89,9 @@ class LanguageModel(nn.Module):
             use_cpu_initialization=True,  # pyright: ignore
         )
         self.decoder = TransformerBlock(config, block_spec(model.num_layers, recompute), post_process=True)
+        if compile_layers:
+            for layer in self.decoder.layers:  # in place: names of parameters stay; one compilation serves all
+                layer.compile()
         if isinstance(self.embedding, TableEmbedding) and model.embedding == "dense_tied":
             weight = self.embedding.word_embeddings.weight
         else:

@@ -7,6 +7,8 @@ cache beside the dataset.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,14 @@ from leviathan_ds.data.dataset import CheckedData, build_datasets, check_data
 from leviathan_ds.parallel import ds_config, launch
 
 # Differences between a run's first recipe and today's that change neither weights nor sample order.
-_MAY_DIFFER = ("run.", "data.num_workers", "data.prefixes", "training.recompute", "training.loss_chunk_tokens")
+_MAY_DIFFER = (
+    "run.",
+    "data.num_workers",
+    "data.prefixes",
+    "training.recompute",
+    "training.compile",
+    "training.loss_chunk_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,11 @@ def check_configuration(recipe: Recipe, ds_config_path: Path, world_size: int) -
     from leviathan_ds.parallel import engine
 
     launch.check_hostfile()
+    if recipe.training.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        raise UserError(
+            "training.compile needs a C++ compiler, and there is neither $CXX nor g++; install g++ or "
+            "leave training.compile off"
+        )
     filled = ds_config.fill(ds_config.read(ds_config_path), recipe, world_size, ds_config_path)
     engine.check_values(filled, ds_config_path)
     return filled

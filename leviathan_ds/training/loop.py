@@ -69,16 +69,17 @@ def _check_same_start(job: Job) -> None:
 
 def build_engine(recipe: Recipe, config: dict[str, Any]) -> tuple[DeepSpeedEngine, int]:
     """The model with its initial weights under DeepSpeed, and its number of parameters (padding included)."""
+    training = recipe.training
     model = LanguageModel(
-        recipe.model, recipe.parallel, recipe.training.recompute, recipe.training.loss_chunk_tokens
+        recipe.model, recipe.parallel, training.recompute, training.loss_chunk_tokens, training.compile
     )
-    initialize_weights(model, recipe.model, recipe.training.seed)
+    initialize_weights(model, recipe.model, training.seed)
     num_parameters = sum(
         parameter.numel() * (1 if rule.shard_dim is None else topology.tensor_parallel_size())
         for _, parameter, rule in registry.named_rules(model)
     )
     model.to(topology.device())
-    return engines.initialize(model, recipe.training, recipe.parallel, config), num_parameters
+    return engines.initialize(model, training, recipe.parallel, config), num_parameters
 
 
 def check_replicas(engine: DeepSpeedEngine) -> None:
