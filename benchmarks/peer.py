@@ -64,7 +64,6 @@ def peer_step(options: argparse.Namespace) -> Callable[[], Any]:
 ARMS: dict[str, Callable[[argparse.Namespace], Callable[[], Any]]] = {
     PEER: peer_step,
     "leviathan": lambda options: trainer_step(options, recipe_of(options, "leviathan")),
-    "dense_untied": lambda options: trainer_step(options, recipe_of(options, "dense_untied")),
 }
 
 
