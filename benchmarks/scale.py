@@ -17,7 +17,6 @@ import os
 import socket
 import sys
 import tempfile
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -91,8 +90,11 @@ def layouts(world_size: int) -> list[Layout]:
     ]
 
 
-def count(layout: Layout) -> Counter[tuple[str, str]]:
-    """Bytes of the last of STEPS optimizer steps by group and kind. Collective over `layout.world_size` ranks."""
+def count(layout: Layout) -> tuple[dict[str, int], list[int]]:
+    """Bytes of the last of STEPS optimizer steps by group and kind, and the distinct ids of its micro-batches.
+
+    Collective over `layout.world_size` ranks.
+    """
     import torch
 
     from leviathan_ds.data.loader import collate
@@ -123,7 +125,8 @@ def count(layout: Layout) -> Counter[tuple[str, str]]:
         with CountCollectives() as counted:
             train_step(engine, iter(batches), layout.accumulation, recipe.training.lr, topology.device())
     engine.destroy()
-    return counted.bytes
+    found = {" ".join(key): value for key, value in sorted(counted.bytes.items())}
+    return found, [len(batch.distinct_ids) for batch in batches]
 
 
 def _rank(rank: int, world_size: int, port: int, output: str) -> None:
@@ -137,13 +140,11 @@ def _rank(rank: int, world_size: int, port: int, output: str) -> None:
         "OMP_NUM_THREADS": "1",
     }
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    counts = [
-        {" ".join(key): value for key, value in sorted(count(layout).items())} for layout in layouts(world_size)
-    ]
+    counts = [count(layout) for layout in layouts(world_size)]
     Path(output, f"{rank}.json").write_text(json.dumps(counts))
 
 
-def counted_on(world_size: int) -> list[list[dict[str, int]]]:
+def counted_on(world_size: int) -> list[list[tuple[dict[str, int], list[int]]]]:
     """Counts of every layout, from each of `world_size` processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -164,8 +165,9 @@ def compare() -> bool:
     """Print a JSON line for each layout; whether all counts equal the formula on all ranks."""
     all_equal = True
     for world_size in (1, 2):
-        for layout, *counts in zip(layouts(world_size), *counted_on(world_size), strict=True):
-            traffic = communication(layout.recipe, layout.zero_stage, world_size)
+        for layout, *ranks in zip(layouts(world_size), *counted_on(world_size), strict=True):
+            counts, distinct_ids = [counted for counted, _ in ranks], ranks[0][1]
+            traffic = communication(layout.recipe, layout.zero_stage, world_size, distinct_ids)
             formula = {" ".join(key): value for key, value in sorted(traffic.items()) if value}
             equal = all(counted == formula for counted in counts)
             all_equal &= equal

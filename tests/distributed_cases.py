@@ -228,7 +228,7 @@ def memory_run(case: Case, marks: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def counted_run(case: Case, zero_optimization: dict[str, Any]) -> tuple[Recipe, list[int], Counter]:
-    """The recipe, of sizes that divide badly; of its last step the distinct ids of each micro-batch and the bytes."""
+    """The recipe, of sizes that divide badly; of its last step distinct ids of each micro-batch and the bytes."""
     from leviathan_ds.parallel import ds_config
     from leviathan_ds.parallel.collectives import CountCollectives
     from leviathan_ds.training import loop
