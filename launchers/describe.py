@@ -1,4 +1,4 @@
-"""Print what a recipe costs: parameters, FLOPs, memory per GPU, tokens. Needs neither torch nor a GPU.
+"""Print what a recipe costs: parameters, FLOPs, memory and bytes communicated per GPU. Needs no torch and no GPU.
 
 python launchers/describe.py --config recipes/leviathan_60m.yaml [--data_parallel_size 8] [--zero_stage 2]
 """
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from leviathan_ds import accounting
+from leviathan_ds.communication import communication
 from leviathan_ds.config import Recipe
 from leviathan_ds.recipe import build_parser, parse
 
@@ -65,6 +66,10 @@ def describe(recipe: Recipe, data_parallel_size: int, zero_stage: accounting.Zer
     place = f"TP {tp}, DP {data_parallel_size}, ZeRO {zero_stage}, {training.precision}"
     gibibytes = {name: f"{value / 2**30:.2f}" for name, value in (vars(memory) | {"total": memory.total}).items()}
     section(f"GiB per GPU, estimated: {place}, recompute {training.recompute}", gibibytes)
+
+    traffic = communication(recipe, zero_stage, tp * data_parallel_size)
+    megabytes = {" ".join(key): f"{num_bytes / 1e6:,.1f}" for key, num_bytes in traffic.items() if num_bytes}
+    section("MB that each GPU communicates in a step", megabytes or {"none": "0"})
 
     step_tokens = training.global_batch_size * recipe.data.sequence_length
     tokens = step_tokens * training.train_steps

@@ -168,7 +168,7 @@ def estimate_memory(recipe: Recipe, data_parallel_size: int, zero_stage: ZeroSta
     """
     model, training = recipe.model, recipe.training
     tp = recipe.parallel.tensor_model_parallel_size
-    element = _element_bytes(training.precision)
+    element = element_bytes(training.precision)
     whole = parameters_per_rank(model, tp)
     part = -(-whole // data_parallel_size)
     tokens = training.micro_batch_size * recipe.data.sequence_length
@@ -185,7 +185,8 @@ def estimate_memory(recipe: Recipe, data_parallel_size: int, zero_stage: ZeroSta
     )
 
 
-def _element_bytes(precision: Precision) -> int:
+def element_bytes(precision: Precision) -> int:
+    """Bytes of an element of weights, gradients and activations in training."""
     return 2 if precision == "bf16" else 4
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -223,6 +225,60 @@ def memory_run(case: Case, marks: tuple[int, ...]) -> list[tuple[int, int]]:
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
             sizes.append((sum(storages.values()), resident))
     return sizes
+
+
+def counted_run(case: Case, zero_optimization: dict[str, Any]) -> tuple[Recipe, list[int], Counter]:
+    """The recipe, of sizes that divide badly; of its last step distinct ids of each micro-batch and the bytes."""
+    from leviathan_ds.parallel import ds_config
+    from leviathan_ds.parallel.collectives import CountCollectives
+    from leviathan_ds.training import loop
+    from leviathan_ds.training.step import train_step
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    topology.initialize(case.tp)
+    recipe = case.recipe(topology.data_parallel_size())
+    sizes = GeneratorConfig(seed_size=7, num_heads=1, num_knots=5, rank=3, residual=True)
+    data = replace(recipe.data, sequence_length=SEQUENCE)
+    recipe = replace(recipe, model=replace(recipe.model, generator=sizes), data=data)
+    path = CONFIGS / f"{case.zero}.json"
+    values = ds_config.read(path)
+    values["zero_optimization"] |= zero_optimization
+    engine, _ = loop.build_engine(recipe, ds_config.fill(values, recipe, topology.world_size(), path))
+    found, ids = Counter(), []
+    for micro_batches in batches(case):
+        with CountCollectives() as counted:
+            train_step(engine, iter(micro_batches), len(micro_batches), 1e-2, torch.device("cpu"))
+        found, ids = counted.bytes, [len(batch.distinct_ids) for batch in micro_batches]
+    engine.destroy()
+    return recipe, ids, found
+
+
+def counted_collectives(_: int) -> list[Counter]:
+    """What `CountCollectives` makes of single calls by this rank, tensor-parallel size 2."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from leviathan_ds.parallel.collectives import CountCollectives
+
+    topology.initialize(2)
+    whole, part = torch.zeros(6), torch.zeros(3, dtype=torch.bfloat16)
+    calls = [
+        lambda: dist.all_reduce(whole),
+        lambda: dist.all_gather_into_tensor(torch.zeros(6, dtype=torch.bfloat16), part),
+        lambda: dist.all_gather([torch.zeros(3), torch.zeros(3)], torch.zeros(3)),
+        lambda: dist.reduce_scatter_tensor(torch.zeros(3), whole),
+        lambda: dist.broadcast(part, 0),
+        lambda: dist.reduce(whole, 0),
+        lambda: dist.all_reduce(whole, group=parallel_state.get_data_parallel_group()),  # of one rank
+    ]
+    found = []
+    for call in calls:
+        with CountCollectives() as counted:
+            call()
+        found.append(counted.bytes)
+    with CountCollectives(), pytest.raises(RuntimeError, match="alltoall"):
+        dist.all_to_all_single(torch.zeros(2), torch.zeros(2))
+    return found
 
 
 def resumed_run(case: Case, folder: Path) -> tuple[list[float], list[float], bool]:

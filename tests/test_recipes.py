@@ -12,6 +12,7 @@ import pytest
 
 from launchers import describe
 from leviathan_ds import accounting
+from leviathan_ds.communication import communication
 from leviathan_ds.recipe import differences, load
 
 ROOT = Path(__file__).parents[1]
@@ -100,6 +101,7 @@ def test_describe_prints_the_accounting(
         f"{accounting.count_parameters(recipe.model).total:,}",
         f"{accounting.flops_per_token(recipe.model, 512).total / 1e9:.4f}",
         f"{accounting.estimate_memory(recipe, 8, 2).total / 2**30:.2f}",
+        f"{communication(recipe, 2, 8)['dp', 'all_reduce'] / 1e6:,.1f}",
         "16 × 8 × 4",
         "24,099,946,496",
     ):

@@ -25,8 +25,8 @@ SeparableProduct = Callable[[Tensor, Tensor, bool], Tensor]
 
 def digits(ids: Int[Tensor, " n"], base: int, num_coordinates: int) -> Int[Tensor, "n k"]:
     """Step 1: base-`base` digits of each id, most significant first."""
-    powers = torch.tensor([base**j for j in reversed(range(num_coordinates))], device=ids.device)
-    return ids[:, None] // powers % base
+    # By numbers of Python's: a tensor made of them would be copied to the GPU, and the copy waits for it.
+    return torch.stack([ids // base**j % base for j in reversed(range(num_coordinates))], dim=-1)
 
 
 def spline_basis(t: Float[Tensor, " *s"], num_knots: int, normalize: bool) -> Float[Tensor, "*s κ"]:
