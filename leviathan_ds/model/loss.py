@@ -124,7 +124,7 @@ def _chunk_loss(
     if logits is not narrow:
         logits.copy_(narrow)
     # Not -inf: a rank may hold padding only, and its softmax must not be 0 / 0.
-    logits[:, shard.true_rows :] = torch.finfo(logits.dtype).min
+    logits[:, shard.true_rows :].fill_(torch.finfo(logits.dtype).min)
     local = labels - shard.first_row
     here = (local >= 0) & (local < shard.true_rows)
     index = local.clamp(0, logits.shape[1] - 1)[:, None]
