@@ -275,11 +275,16 @@ class RunConfig:
     """Steps between comparisons of replicated parameters; 0: start only."""
     wandb: WandbMode = "off"
     wandb_project: str = "leviathan"
+    tensorboard: bool = False
+    """Write RUN/tensorboard."""
+    profile_steps: tuple[int, ...] = ()
+    """Steps, counted from 1 as in the log, to trace with torch's profiler into RUN/traces."""
 
     def __post_init__(self) -> None:
         for name in ("log_interval", "eval_interval", "eval_samples", "save_interval", "keep_checkpoints"):
             _require(getattr(self, name) >= 1, f"run.{name} must be at least 1")
         _require(self.replica_check_interval >= 0, "run.replica_check_interval must not be negative")
+        _require(all(step >= 1 for step in self.profile_steps), "run.profile_steps count from 1")
 
 
 @dataclass(frozen=True)

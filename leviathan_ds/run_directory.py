@@ -3,7 +3,10 @@
 RUN/recipe.yaml              the recipe as it was resolved; refuses another one
 RUN/ds_config.json           DeepSpeed's configuration as it was filled in
 RUN/tokenizer.model          the tokenizer of its data
+RUN/starts.jsonl             one line per start or resume: host, devices, versions, commit, data
 RUN/wandb_id                 of the run's one wandb run, where wandb is on
+RUN/tensorboard/             where run.tensorboard is on
+RUN/traces/                  torch profiler traces of run.profile_steps
 RUN/metrics.jsonl            one line per step and per validation
 RUN/summary.json             what the run reached
 RUN/checkpoints/step_00000100/     written aside, renamed when whole
@@ -27,6 +30,8 @@ from data_prep.files import written_aside
 
 RECIPE, DS_CONFIG, TOKENIZER = "recipe.yaml", "ds_config.json", "tokenizer.model"
 METRICS, SUMMARY, WANDB_ID = "metrics.jsonl", "summary.json", "wandb_id"
+FAULTS = "faults.jsonl"
+STARTS, TENSORBOARD, TRACES = "starts.jsonl", "tensorboard", "traces"
 CHECKPOINTS, MANIFEST, TRAINER_STATE = "checkpoints", "manifest.json", "trainer_state.json"
 
 
@@ -105,6 +110,17 @@ def write_text(path: Path, content: str) -> None:
     """Write a small text file so that a reader sees the old one or the new one, never a part."""
     with written_aside(path) as file:
         file.write(content.encode())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON-lines file, [] without one. Half a line, left by a kill, is passed over."""
+    objects = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            objects.append(json.loads(line))
+        except ValueError:
+            continue
+    return [each for each in objects if isinstance(each, dict)]
 
 
 def update_summary(run_dir: Path, **values: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from leviathan_ds.config import GeneratorConfig, ModelConfig, ParallelConfig, Recipe, TrainingConfig
 from leviathan_ds.data.loader import Batch, collate
@@ -174,6 +175,63 @@ def deepspeed_run(case: Case) -> dict[str, Any]:
         "tp_rank": topology.tensor_parallel_rank(),
         "dp_rank": topology.data_parallel_rank(),
     }
+
+
+def component_norms_run(case: Case) -> dict[str, Any]:
+    """Gradient norms by component and of the whole, by DeepSpeed, at every step; in one process by torch."""
+    from leviathan_ds.parallel import ds_config
+    from leviathan_ds.parallel import engine as engines
+    from leviathan_ds.parallel.gradients import component_norms
+    from leviathan_ds.training import loop
+    from leviathan_ds.training.step import train_step
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    topology.initialize(case.tp)
+    recipe = case.recipe(topology.data_parallel_size())
+    path = CONFIGS / f"{case.zero}.json"
+    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
+    engine, _ = loop.build_engine(recipe, config)
+    by_component, whole, operations = [], [], set()
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            operations.add(str(function))
+            return function(*args, **(kwargs or {}))
+
+    def note() -> None:
+        with Recorder():
+            norms = component_norms(engine)
+        by_component.append({name: norm.item() for name, norm in norms.items()})
+
+    for micro_batches in batches(case):
+        # A vanishing learning rate: the gradients of all steps are those of the initial weights.
+        train_step(engine, iter(micro_batches), len(micro_batches), 1e-30, torch.device("cpu"), note)
+        norm = engines.global_grad_norm(engine)
+        whole.append(None if norm is None else float(norm))
+    engine.destroy()
+    return {"by_component": by_component, "whole": whole, "operations": operations}
+
+
+def single_process_component_norms(case: Case) -> list[dict[str, float]]:
+    """The same of the initial weights by plain autograd in one process."""
+    from leviathan_ds.model.initialization import initialize_weights
+    from leviathan_ds.model.language_model import LanguageModel
+    from leviathan_ds.parallel import registry
+
+    topology.initialize(1)
+    recipe = case.recipe(1)
+    model = LanguageModel(recipe.model, recipe.parallel)
+    initialize_weights(model, recipe.model, recipe.training.seed)
+    norms = []
+    for micro_batches in batches(case):
+        model.zero_grad()
+        (sum(plain_loss(model, batch) for batch in micro_batches) / len(micro_batches)).backward()
+        squares: dict[str, float] = {}
+        for name, parameter in model.named_parameters():
+            component = registry.rule_for(name).component
+            squares[component] = squares.get(component, 0.0) + float(parameter.grad.double().square().sum())
+        norms.append({component: square**0.5 for component, square in squares.items()})
+    return norms
 
 
 def replica_run(case: Case, perturb: bool = False) -> list[tuple[str, float]]:

@@ -130,6 +130,7 @@ BAD_VALUES: list[tuple[type, dict[str, Any], str]] = [
         for name in ("log_interval", "eval_interval", "eval_samples", "save_interval", "keep_checkpoints")
     ],
     (RunConfig, {"replica_check_interval": -1}, "run.replica_check_interval"),
+    (RunConfig, {"profile_steps": (3, 0)}, "run.profile_steps"),
 ]
 
 

@@ -14,11 +14,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from data_prep.preprocess import preprocess
 from data_prep.train_tokenizer import train_tokenizer
 from leviathan_ds import run_directory
 from leviathan_ds.model.weights import full_weights
+from leviathan_ds.report import page
 
 ROOT = Path(__file__).parent.parent
 TEXT = Path(__file__).parent / "data_prep" / "minipile_tiny.jsonl"
@@ -47,6 +49,8 @@ RECIPE = {
         "eval_samples": 4,
         "save_interval": SAVE,
         "keep_checkpoints": 9,
+        "tensorboard": True,
+        "profile_steps": [4],
     },
 }
 
@@ -109,6 +113,11 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
+def tensorboard_losses(run_dir: Path) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(run_dir / run_directory.TENSORBOARD), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in events.Scalars("loss")]
+
+
 def last_weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return dict(full_weights(run_directory.complete_checkpoints(run_dir)[-1]))
 
@@ -134,10 +143,45 @@ def test_a_killed_run_ends_as_if_undisturbed(recipe, undisturbed, tmp_path):
     assert "resuming at step 5" in output
     assert losses(run_dir) == losses(undisturbed)
     assert list(losses(run_dir)) == list(range(1, STEPS + 1))
+    starts = run_directory.read_lines(run_dir / run_directory.STARTS)
+    assert [start["first_step"] for start in starts] == [0, 5]
+    assert tensorboard_losses(run_dir) == tensorboard_losses(undisturbed), "each step once, as if undisturbed"
     expected = last_weights(undisturbed)
     for name, weight in last_weights(run_dir).items():
         assert torch.equal(weight, expected[name]), name
     assert not list((run_dir / "checkpoints").glob(".*")), "leftovers of the kill"
+
+
+def test_a_run_is_measured(undisturbed):
+    """Every column of docs/metrics.md that a CPU can have, where it belongs; a start, traces, a page."""
+    records = run_directory.read_lines(undisturbed / run_directory.METRICS)
+    steps = [record for record in records if "loss" in record]
+    logged = [record for record in steps if "tokens_per_s" in record]
+    assert [record["step"] for record in logged] == [3, 5, 6, 9, 10, 12]
+    for record in logged:
+        components = [record[f"grad_norm_{component}"] for component in ("generator", "body", "head")]
+        assert sum(norm**2 for norm in components) ** 0.5 == pytest.approx(record["grad_norm"], rel=1e-5)
+        assert record["tokens_per_s_per_gpu"] == record["tokens_per_s"] / 2
+        assert 0 < record["data_wait_share"] < 1
+        assert 0 < record["memory_gib"] < 64
+        assert record["skipped_steps"] == 0
+    health = [record for record in records if "knots_used" in record]
+    assert [record["step"] for record in health] == [0, 6, 12]
+    assert all(
+        0 < record["knots_used"] <= 1 and record["product_min"] < record["product_max"] for record in health
+    )
+    summary = json.loads((undisturbed / run_directory.SUMMARY).read_text())
+    assert 0 < summary["data_wait_share"] < 1
+
+    (start,) = run_directory.read_lines(undisturbed / run_directory.STARTS)
+    assert (start["world_size"], start["device"], start["versions"]["torch"]) == (2, "cpu", torch.__version__)
+    (dataset,) = start["data"]
+    assert dataset["share"] == 1
+    assert sum(counts["tokens"] for counts in dataset["domains"].values()) == dataset["tokens"]
+    # Both ranks of the one copy of the model.
+    traces = sorted(path.name for path in (undisturbed / run_directory.TRACES).iterdir())
+    assert traces == [f"step_00000004_rank0000{rank}.json.gz" for rank in (0, 1)]
+    assert page(undisturbed).count("<figure>") >= 10
 
 
 def test_a_finished_run_says_so(recipe, undisturbed):

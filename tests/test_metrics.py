@@ -1,14 +1,22 @@
-"""metrics.jsonl over resumes, the console, and the one wandb run of a job."""
+"""metrics.jsonl over resumes, the console, TensorBoard, and the one wandb run of a job."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 import struct
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from leviathan_ds import run_directory
@@ -86,7 +94,8 @@ def test_none_and_non_finite_values_print() -> None:
     assert format_value("loss", math.nan) == "nan"
     assert format_value("loss", 1.23456) == "1.2346"
     assert format_value("tokens_per_s", 12345.6) == "12,346"
-    assert format_value("other", 0.1) == "0.1"
+    assert format_value("other", 0.1) == "0.1000"
+    assert format_value("data_wait_share", 0.031) == "3.1%"
 
 
 def test_a_step_without_gradient_norm_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,11 +112,58 @@ def test_a_step_without_gradient_norm_is_logged(tmp_path: Path, capsys: pytest.C
     assert [line["step"] for line in lines(tmp_path / run_directory.METRICS)] == [1, 2, 2]
 
 
+def test_the_console_shows_a_part_and_the_file_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = start(tmp_path)
+    log(metrics, 1, grad_norm_body=0.25, memory_gib=1.5, data_wait_share=0.5, skipped_steps=0)
+    log(metrics, 2, skipped_steps=3)
+    metrics.close()
+    first, second = (" ".join(line.split()) for line in capsys.readouterr().out.splitlines())
+    assert first.endswith("tokens_per_s 1,234 memory_gib 1.50 data_wait_share 50.0% left 1:01")
+    assert second.endswith("tokens_per_s 1,234 skipped_steps 3 left 1:01")
+    assert lines(tmp_path / run_directory.METRICS)[0]["grad_norm_body"] == 0.25
+
+
+# ---- TensorBoard ----
+
+
+def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / run_directory.TENSORBOARD), size_guidance={"scalars": 0}).Reload()
+    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_holds_each_step_once_over_resumes(tmp_path: Path) -> None:
+    first = start(tmp_path, tensorboard=True)
+    first.evaluation(0, {"val_loss": 4.0})
+    for number in (1, 2, 3):
+        log(first, number, grad_norm=None, loss=1.0)
+    first.evaluation(3, {"val_loss": 3.0})
+    assert scalars(tmp_path)["loss"] == [(1, 1.0), (2, 1.0), (3, 1.0)], "on the disk before the run ends"
+    first.close()
+
+    second = start(tmp_path, resume_step=2, tensorboard=True)
+    for number in (3, 4):
+        log(second, number, loss=2.0)
+    second.close()
+    found = scalars(tmp_path)
+    assert found["loss"] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    assert found["val_loss"] == [(0, 4.0)]
+    assert found["grad_norm"] == [(3, 0.5), (4, 0.5)]
+    assert "step" not in found
+
+    third = start(tmp_path, resume_step=0, tensorboard=True)  # killed before its first checkpoint
+    third.evaluation(0, {"val_loss": 5.0})
+    third.close()
+    assert scalars(tmp_path)["val_loss"] == [(0, 5.0)]
+    assert scalars(tmp_path).get("loss", []) == []
+
+
 # ---- other ranks ----
 
 
 def test_other_ranks_do_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = start(tmp_path, enabled=False, wandb="offline", wandb_id="12345678")
+    metrics = start(tmp_path, enabled=False, wandb="offline", tensorboard=True, wandb_id="12345678")
     log(metrics, 1)
     metrics.evaluation(1, {"val_loss": 1.0})
     metrics.say("hello")
@@ -154,7 +210,8 @@ def history(path: Path) -> tuple[set[str], list[dict[str, Any]]]:
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_RUN_ID"):
+    # WANDB_SERVICE is set by wandb itself: a process started from here would share this one's service.
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_RUN_ID", "WANDB_SERVICE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # refuses every connection
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -187,9 +244,132 @@ def test_offline_is_one_run_over_two_starts_with_the_steps_as_they_were(tmp_path
     assert [(row["_step"], row["loss"]) for row in after] == [(4, 0.25)]
 
 
+@pytest.mark.usefixtures("no_network")
+def test_what_was_logged_is_on_the_disk_while_the_run_goes_on(tmp_path: Path) -> None:
+    """A kill takes wandb's own process along, with what it had in memory."""
+    metrics = start(tmp_path, wandb="offline")
+    log(metrics, 1)
+    log(metrics, 2)  # ends the row of step 1
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 60
+    while not (rows := history(file)[1]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert [row["_step"] for row in rows] == [1]
+    metrics.close()
+
+
 def test_off_does_not_import_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # an import would fail
     metrics = start(tmp_path, wandb="off")
     assert metrics.wandb_id is None
     metrics.close()
     assert not (tmp_path / run_directory.WANDB_ID).exists()
+
+
+# Run apart: what wandb leaves behind in a process (services, exit handlers) is part of the question.
+_ONLINE = """
+import sys, time
+from pathlib import Path
+from leviathan_ds.config import RunConfig
+from leviathan_ds.training import wandb_run
+from leviathan_ds.training.metrics import Metrics
+
+wandb_run.TIMEOUT_S = 2
+metrics = Metrics(Path(sys.argv[1]), RunConfig(wandb="online"), 100, 0, None, True, {})
+for step in (1, 2):
+    metrics.steps([], {"step": step, "loss": 1.0 / step}, 0.0)
+    if step == 1:
+        input()
+metrics.close()
+print("trained")
+"""
+
+
+def online(run_dir: Path, url: str) -> subprocess.Popen[str]:
+    """A run of two steps that waits for a line of input between them."""
+    run_dir.mkdir()
+    environment = {**os.environ, "WANDB_BASE_URL": url, "WANDB_API_KEY": "0" * 40}
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", _ONLINE, str(run_dir)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("server", ["refuses", "never answers"])
+def test_an_unreachable_server_makes_the_run_offline(tmp_path: Path, server: str) -> None:
+    with socket.socket() as hole:
+        hole.bind(("127.0.0.1", 0))
+        if server == "never answers":
+            hole.listen()
+        run_dir = tmp_path / "job"
+        output, _ = online(run_dir, f"http://127.0.0.1:{hole.getsockname()[1]}").communicate("\n", timeout=60)
+    assert "wandb is offline until the next start" in output
+    assert output.rstrip().endswith("trained")
+    (file,) = (run_dir / "wandb").glob("offline-run-*/run-*.wandb")
+    ids, logged = history(file)
+    assert ids == {(run_dir / run_directory.WANDB_ID).read_text().strip()}
+    assert [(row["_step"], row["loss"]) for row in logged] == [(1, 1.0), (2, 0.5)]
+
+
+class _Server(BaseHTTPRequestHandler):
+    """As much of wandb's server as a run needs to start."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        project = {"id": "p", "name": "p", "entity": {"id": "e", "name": "e"}}
+        data: dict[str, Any] = {}
+        if b"RunResumeStatus" in body:
+            data = {"model": project | {"bucket": None}}
+        elif b"UpsertBucket" in body:
+            bucket = {"id": "x", "name": "n", "displayName": "n", "config": "{}", "project": project}
+            data = {"upsertBucket": {"bucket": bucket, "inserted": True}}
+        answer = json.dumps({"data": data}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("dies", ["server", "wandb-core"])
+def test_what_dies_in_mid_run_neither_stalls_nor_ends_it(tmp_path: Path, dies: str) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    process = online(tmp_path / "job", f"http://127.0.0.1:{server.server_address[1]}")
+    (started,) = wait_for(lambda: list((tmp_path / "job" / "wandb").glob("run-*/run-*.wandb")), process)
+    read_until(process, "step      1")
+    server.shutdown()
+    server.server_close()
+    if dies == "wandb-core":
+        for child in psutil.Process(process.pid).children():
+            child.kill()
+    output, _ = process.communicate("\n", timeout=60)
+    assert "trained" in output and process.returncode == 0, output
+    assert ("wandb failed and is off" in output) == (dies == "wandb-core"), output
+    if dies == "server":  # kept for `wandb sync`
+        assert [row["_step"] for row in history(started)[1]] == [1, 2]
+
+
+def wait_for(found: Callable[[], list[Path]], process: subprocess.Popen[str]) -> list[Path]:
+    deadline = time.monotonic() + 60
+    while not found():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+    return found()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return line
+    raise AssertionError(f"{text!r} never came")

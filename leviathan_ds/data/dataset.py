@@ -50,6 +50,11 @@ class CheckedData:
     def fingerprints(self) -> list[str]:
         return [manifest.fingerprint for manifest in self.manifests]
 
+    def shares(self, config: DataConfig) -> list[float]:
+        """Each dataset's share of the samples."""
+        weights = config.weights or [manifest.tokens for manifest in self.manifests]
+        return [weight / sum(weights) for weight in weights]
+
 
 def check_data(config: DataConfig) -> CheckedData:
     """Look at every dataset of the recipe before anything is built.
@@ -137,8 +142,7 @@ def build_datasets(config: DataConfig, data: CheckedData, num_train_samples: int
 def _blend(config: DataConfig, data: CheckedData, num_samples: int | None, split: Split) -> Any:
     if len(data.prefixes) == 1:
         return _open(config, data.prefixes[0], data.manifests[0], num_samples, split)
-    weights = config.weights or tuple(float(manifest.tokens) for manifest in data.manifests)
-    shares = [weight / sum(weights) for weight in weights]
+    shares = data.shares(config)
     parts = []
     for prefix, manifest, share in zip(data.prefixes, data.manifests, shares, strict=True):
         wanted = None if num_samples is None else int(np.ceil(num_samples * share * _BLEND_SURPLUS)) + 1
@@ -147,7 +151,7 @@ def _blend(config: DataConfig, data: CheckedData, num_samples: int | None, split
         # As many validation samples as the shares allow without repeating any dataset's.
         num_samples = int(min(len(part) / share for part, share in zip(parts, shares, strict=True)))
     # Without a cache: its indices take seconds to build, and megatron-core's cache here needs process groups.
-    return BlendedDataset(parts, list(shares), num_samples, replace(parts[0].config, path_to_cache=None))
+    return BlendedDataset(parts, shares, num_samples, replace(parts[0].config, path_to_cache=None))
 
 
 def _open(

@@ -86,7 +86,7 @@ class SplineGenerator(nn.Module):
 
     def forward(self, ids: Int[Tensor, " n"]) -> Float[Tensor, "n D"]:
         seed = self.seed(ids)
-        modes = self.product(self.latent(seed), _widen(self.spline_delta), self.config.normalize_basis)
+        modes = self.modes(self.latent(seed))
         if self.config.center_product:
             modes = modes - 1
         output_dtype = self.out_proj.dtype
@@ -111,6 +111,10 @@ class SplineGenerator(nn.Module):
             _widen(vector)[:, None] / self.config.sigmoid_divisor for vector in (self.norm_weight, self.norm_bias)
         )
         return torch.addcmul(bias, normed, weight).sigmoid_()
+
+    def modes(self, latent: Float[Tensor, "h n d"]) -> Float[Tensor, "h n r"]:
+        """Steps 4 to 6: M_l, the product of the splines over the d dimensions."""
+        return self.product(latent, _widen(self.spline_delta), self.config.normalize_basis)
 
     def table(self, ids: Int[Tensor, " n"] | None = None, chunk_tokens: int = 8192) -> Float[Tensor, "n D"]:
         """The embeddings of many ids (None: of every id), without a graph: what inference and export look up."""

@@ -20,11 +20,15 @@ from leviathan_ds.model.initialization import initialize_weights
 from leviathan_ds.model.language_model import LanguageModel
 from leviathan_ds.parallel import ds_config, registry, topology
 from leviathan_ds.parallel import engine as engines
+from leviathan_ds.parallel.gradients import component_norms
 from leviathan_ds.training import checkpoint
 from leviathan_ds.training.evaluate import Evaluation, evaluate, token_bytes, validation_batches
+from leviathan_ds.training.generator_health import generator_health
 from leviathan_ds.training.job import Job, write_run_dir
 from leviathan_ds.training.metrics import Metrics
+from leviathan_ds.training.profiling import traced
 from leviathan_ds.training.schedule import learning_rate
+from leviathan_ds.training.starts import record_start
 from leviathan_ds.training.step import train_step
 from leviathan_ds.training.step_log import StepLog
 
@@ -37,6 +41,7 @@ def run(job: Job) -> None:
     state = None if job.resume_from is None else run_directory.read_state(job.resume_from)
     if topology.rank() == 0:
         write_run_dir(job)
+        record_start(job)
     engine, num_parameters = build_engine(recipe, job.ds_config)
     if job.resume_from is not None:
         checkpoint.load(engine, job.resume_from)
@@ -120,15 +125,25 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
 
     tokens_per_step = training.global_batch_size * job.recipe.data.sequence_length
     log = StepLog(metrics, tokens_per_step, training.train_steps, _utilization(job.recipe))
+    batches = log.waits_for(batches)
+
+    def note_component_norms() -> None:
+        log.add_component_norms(component_norms(engine))
+
     for step in range(job.first_step, training.train_steps):
         lr = learning_rate(step, training)
-        loss = train_step(engine, batches, job.num_passes, lr, device)
-        log.add(loss, lr, engines.global_grad_norm(engine))
         done = step + 1
         last = done == training.train_steps
         saves = done % every.save_interval == 0 or last
-        if done % every.log_interval == 0 or saves:
-            log.flush(done)  # before a save, so that a diverged step never becomes a checkpoint
+        logs = done % every.log_interval == 0 or saves
+        with traced(job.run_dir, done, every.profile_steps, log):
+            on_gradients = note_component_norms if logs else None
+            loss = train_step(engine, batches, job.num_passes, lr, device, on_gradients)
+        log.add(loss, lr, engines.global_grad_norm(engine))
+        if logs:
+            log.flush(
+                done, engine.skipped_steps
+            )  # before a save, so that a diverged step never becomes a checkpoint
         if every.replica_check_interval and done % every.replica_check_interval == 0:
             with log.paused():
                 check_replicas(engine)
@@ -141,6 +156,8 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
                 final_val_loss=evaluation.loss,
                 bits_per_byte=evaluation.bits_per_byte,
                 tokens_per_s=log.mean_tokens_per_s,
+                data_wait_share=log.data_wait_share,
+                skipped_steps=engine.skipped_steps,
                 steps=done,
                 consumed_tokens=done * tokens_per_step,
             )
@@ -172,6 +189,8 @@ def _validator(job: Job, engine: DeepSpeedEngine, metrics: Metrics) -> Any:
             "bits_per_byte": result.bits_per_byte,
         }
         metrics.evaluation(step, values)
+        if health := generator_health(engine):
+            metrics.evaluation(step, health)
         return result
 
     return validate

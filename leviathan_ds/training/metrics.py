@@ -1,10 +1,12 @@
-"""Everything that a run prints or records, on rank 0 alone: console, metrics.jsonl, wandb."""
+"""Everything that a run prints or records, on rank 0 alone: console, metrics.jsonl, wandb, TensorBoard.
+
+docs/metrics.md describes every column.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,23 +17,24 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from data_prep.files import written_aside
 from leviathan_ds import run_directory
 from leviathan_ds.config import RunConfig
+from leviathan_ds.training.wandb_run import WandbRun
 
-# Digits that a reader of the console wants.
-_FORMATS = {
+# What the console shows of a step, and the digits that a reader wants; files and dashboards get every column.
+_CONSOLE = {
     "loss": ".4f",
     "lr": ".2e",
     "grad_norm": ".3f",
     "tokens_per_s": ",.0f",
-    "val_loss": ".4f",
     "mfu": ".1%",
+    "memory_gib": ".2f",
+    "data_wait_share": ".1%",
+    "skipped_steps": "d",  # 0 is no news
 }
 
 
 def format_value(key: str, value: float | None) -> str:
     """A metric for the console; None (a norm that DeepSpeed does not compute) stays visible as a dash."""
-    if value is None:
-        return "-"
-    return format(value, _FORMATS.get(key, ".6g"))
+    return "-" if value is None else format(value, _CONSOLE.get(key, ".4f"))
 
 
 class MetricsFile:
@@ -88,9 +91,11 @@ class Metrics:
             return
         self._console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
         self._file = MetricsFile(run_dir / run_directory.METRICS, resume_step)
-        self._wandb = _start_wandb(run_dir, config, wandb_id, settings)
-        if self._wandb is not None:
+        self._wandb = None
+        if config.wandb != "off":
+            self._wandb = WandbRun(run_dir, config, wandb_id, settings, self.say)
             self.wandb_id = self._wandb.id
+        self._tensorboard = _start_tensorboard(run_dir, resume_step) if config.tensorboard else None
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -113,53 +118,46 @@ class Metrics:
             return
         for record in records:
             self._file.write(record)
-        status = "  ".join(f"{key} {format_value(key, summary[key])}" for key in summary if key != "step")
+        shown = [key for key in _CONSOLE if key in summary and (key != "skipped_steps" or summary[key])]
+        status = "  ".join(f"{key} {format_value(key, summary[key])}" for key in shown)
         minutes, seconds = divmod(int(remaining_s), 60)
         self.say(f"step {summary['step']:>6}  {status}  left {minutes}:{seconds:02d}")
         self._progress.update(self._task, completed=summary["step"])
-        self._log_wandb(summary, summary["step"])
+        self._log(summary, summary["step"])
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
-        """Record one validation."""
+        """Record what was measured between two steps: a validation, the generator's health."""
         if not self.enabled:
             return
         self._file.write({"step": step, **values})
-        self.say(f"step {step:>6}  " + "  ".join(f"{key} {value:.4f}" for key, value in values.items()))
-        self._log_wandb(values, step)
+        self.say(
+            f"step {step:>6}  " + "  ".join(f"{key} {format_value(key, value)}" for key, value in values.items())
+        )
+        self._log(values, step)
 
     def close(self) -> None:
         if not self.enabled:
             return
         self._progress.stop()
         self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            self._wandb.close()
 
-    def _log_wandb(self, values: dict[str, Any], step: int) -> None:
+    def _log(self, values: dict[str, Any], step: int) -> None:
         if self._wandb is not None:
-            # Always with the step: an offline run that is resumed would count from 0 again.
-            self._wandb.log({key: value for key, value in values.items() if value is not None}, step=step)
+            self._wandb.log(values, step)
+        if self._tensorboard is not None:
+            for key, value in values.items():
+                if value is not None and key != "step":
+                    self._tensorboard.add_scalar(key, value, step)
+            self._tensorboard.flush()
 
 
-def _start_wandb(run_dir: Path, config: RunConfig, wandb_id: str | None, settings: dict[str, Any]) -> Any:
-    """The job's one wandb run. Its id is on the disk before the run starts, so that even a job killed before
-    its first checkpoint goes on in the same run."""
-    if config.wandb == "off":
-        return None
-    import wandb
+def _start_tensorboard(run_dir: Path, resume_step: int) -> Any:
+    """Steps that are run again replace those of the first time; without a checkpoint that is all of them."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    remembered = run_dir / run_directory.WANDB_ID
-    if remembered.is_file():
-        wandb_id = remembered.read_text().strip()
-    wandb_id = wandb_id or secrets.token_hex(4)
-    run_directory.write_text(remembered, wandb_id + "\n")
-    return wandb.init(
-        project=config.wandb_project,
-        name=run_dir.name,
-        dir=str(run_dir),
-        id=wandb_id,
-        resume="allow",
-        mode=config.wandb,
-        config=settings,
-        settings=wandb.Settings(silent=True),
-    )
+    purge_step = resume_step + 1 if resume_step > 0 else 0
+    return SummaryWriter(run_dir / run_directory.TENSORBOARD, purge_step=purge_step)

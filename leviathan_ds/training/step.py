@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -22,9 +22,16 @@ def mean_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
 
 
 def train_step(
-    engine: DeepSpeedEngine, batches: Iterator[Batch], num_passes: int, lr: float, device: torch.device
+    engine: DeepSpeedEngine,
+    batches: Iterator[Batch],
+    num_passes: int,
+    lr: float,
+    device: torch.device,
+    on_gradients: Callable[[], None] | None = None,
 ) -> Tensor:
     """Run one optimizer step; returns this rank's mean loss as a device scalar.
+
+    on_gradients is called when the step's gradient is complete and the optimizer has not used it yet.
 
     DeepSpeed owns accumulation (it divides by num_passes and steps at the last one): two backward calls
     around one step of ours would lose micro-batches under ZeRO.
@@ -32,9 +39,11 @@ def train_step(
     for group in engines.parameter_groups(engine):
         group["lr"] = lr * group["lr_scale"]
     total = torch.zeros((), device=device)
-    for _ in range(num_passes):
+    for i in range(num_passes):
         loss = mean_loss(engine, next(batches).to(device))
         engine.backward(loss)
+        if on_gradients is not None and i == num_passes - 1:
+            on_gradients()
         engine.step()
         total += loss.detach()
     return total / num_passes

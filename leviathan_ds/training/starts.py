@@ -1,0 +1,80 @@
+"""starts.jsonl: under what circumstances a run was started, and every resume of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import platform
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from leviathan_ds import run_directory
+from leviathan_ds.parallel import topology
+from leviathan_ds.training.job import Job
+
+_PACKAGES = ("torch", "deepspeed", "megatron-core", "numpy", "transformers", "safetensors", "wandb")
+
+
+def record_start(job: Job) -> None:
+    """Append this start to RUN/starts.jsonl. For rank 0, when the run directory is there."""
+    path = job.run_dir / run_directory.STARTS
+    lines = [json.dumps(start) for start in (*run_directory.read_lines(path), describe_start(job))]
+    run_directory.write_text(path, "".join(line + "\n" for line in lines))
+
+
+def describe_start(job: Job) -> dict[str, Any]:
+    """Where, on what, with which code and data a job starts; plain JSON values."""
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "first_step": job.first_step,
+        "passed_over": list(job.passed_over),
+        "command": sys.argv,
+        "host": socket.gethostname(),
+        "device": topology.device_name(),
+        "world_size": topology.world_size(),
+        "layout": job.layout,
+        "git": git_state(),
+        "platform": platform.platform(),
+        "cuda": torch.version.cuda,
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "data": _data_mix(job),
+    }
+
+
+def git_state() -> str | None:
+    """Commit of this code, with "-dirty" where tracked files differ from it; None outside a git work tree."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _data_mix(job: Job) -> list[dict[str, Any]]:
+    """Each dataset with its share of the samples and the counts of its domains."""
+    return [
+        {
+            "prefix": str(prefix),
+            "share": share,
+            "fingerprint": manifest.fingerprint,
+            "documents": manifest.documents,
+            "tokens": manifest.tokens,
+            "domains": {name: dataclasses.asdict(counts) for name, counts in manifest.domains.items()},
+        }
+        for prefix, share, manifest in zip(
+            job.data.prefixes, job.data.shares(job.recipe.data), job.data.manifests, strict=True
+        )
+    ]
