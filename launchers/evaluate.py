@@ -48,7 +48,10 @@ def evaluate(options) -> None:
         weights=(),
         tokenizer_fingerprint=trained.tokenizer.fingerprint,
     )
-    train, validation = build_datasets(config, check_data(config), options.samples)
+    data = check_data(config)
+    # No more training samples than one epoch holds: an index over epochs of repetitions could fill the memory.
+    epoch = sum(manifest.tokens for manifest in data.manifests) // config.sequence_length + 1
+    train, validation = build_datasets(config, data, min(options.samples, epoch))
     dataset = validation if options.split == "validation" else train
     topology.initialize(1)
     model = trained.build()

@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ExportRefused as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # names its file: no permission, a full disk, a file in the way
+        print(f"error: {options.output} cannot be written: {error}", file=sys.stderr)
+        return 2
     finally:
         topology.shutdown()
     seconds = time.monotonic() - start

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module="megatron")  # it misses Transformer Engine, unused here
     from transformers.utils import logging
 
-    from leviathan_ds.export.generate import Sampling, generate
+    from leviathan_ds.export.generate import Sampling, generate, prompt_ids
     from leviathan_ds.export.llama import to_llama
     from leviathan_ds.parallel import topology
     from leviathan_ds.trained_model import find_trained_model
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
         sampling = Sampling(**{name: getattr(options, name) for name in names})
         trained = find_trained_model(options.checkpoint)
+        prompt_ids(trained.tokenizer, options.prompt)
         llama = to_llama(trained).to(topology.device())
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -6,13 +6,16 @@ import logging
 import os
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 from data_prep.errors import UserError
 from data_prep.sample import DEMO_PREFIX, prepare_demo
 from leviathan_ds import recipe as recipes
+from leviathan_ds import run_directory
 from leviathan_ds.parallel.launch import (
     LaunchEnvironment,
+    claimed,
     exit_interrupted,
     exit_with,
     locked,
@@ -45,11 +48,9 @@ def main(arguments: list[str]) -> None:
             prepare_demo()
 
     checked = job.prepare(recipe, Path(options.ds_config), run_dir, environment.world_size)
-    if checked.finished:
-        if environment.rank == 0:
-            print(f"{run_dir} is done: all {recipe.training.train_steps} steps were trained, nothing to do")
-        return
-    loop.run(checked)
+    # One start at a time in a run directory, on whatever machines: rank 0 holds it.
+    with claimed(run_dir / run_directory.LOCK) if environment.rank == 0 else nullcontext():
+        loop.run(checked)
     # Not after a failure: the other ranks may be waiting in a collective, and leaving would wait for them.
     topology.shutdown()
 

@@ -18,6 +18,7 @@ from data_prep.errors import UserError
 EmbeddingKind = Literal["leviathan", "dense_tied", "dense_untied"]
 Precision = Literal["fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
+Verification = Literal["checksums", "sizes"]
 WandbMode = Literal["off", "offline", "online"]
 
 
@@ -207,6 +208,7 @@ class DataConfig:
         )
         _require(all(weight > 0 for weight in self.weights), "data.weights must all be positive")
         _require(self.num_workers >= 0, "data.num_workers must not be negative")
+        _require(0 <= self.seed < 2**32, "data.seed must lie between 0 and 2^32 - 1 (numpy's range)")
 
 
 @dataclass(frozen=True)
@@ -271,6 +273,16 @@ class RunConfig:
     """Steps."""
     keep_checkpoints: int = 2
     """The last N."""
+    keep_every_steps: int = 0
+    """Beside those, checkpoints whose step is a multiple of this stay for ever; 0: none."""
+    async_save: bool = True
+    """Go on training while a checkpoint is written, from a copy of the state in the host's memory. false: no
+    copy, training waits."""
+    stop_on_failed_save: bool = False
+    """End the run when a checkpoint cannot be written (a full disk). false: say so, go on and try again at the
+    next save; a run whose last checkpoint fails ends with an error in any case."""
+    verify_checkpoints: Verification = "checksums"
+    """What is compared with a checkpoint's manifest before it is loaded. sizes: do not read the files twice."""
     replica_check_interval: int = 100
     """Steps between comparisons of replicated parameters; 0: start only."""
     wandb: WandbMode = "off"
@@ -283,7 +295,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("log_interval", "eval_interval", "eval_samples", "save_interval", "keep_checkpoints"):
             _require(getattr(self, name) >= 1, f"run.{name} must be at least 1")
-        _require(self.replica_check_interval >= 0, "run.replica_check_interval must not be negative")
+        for name in ("replica_check_interval", "keep_every_steps"):
+            _require(getattr(self, name) >= 0, f"run.{name} must not be negative")
         _require(all(step >= 1 for step in self.profile_steps), "run.profile_steps count from 1")
 
 

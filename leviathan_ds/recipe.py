@@ -38,7 +38,11 @@ def parse(parser: ArgumentParser, arguments: list[str], default_config: Path | N
     Raises UserError with one line for every mistake.
     """
     try:
-        path = _option(arguments, "--config") or default_config
+        path = _option(arguments, "--config")
+        if path is None:
+            path = default_config
+        elif not path:
+            raise UserError("--config is empty; is a shell variable in it unset?")
         if path is not None:
             parser.set_defaults(_flatten(_checked_values(Path(path))))
         namespace = parser.instantiate(parser.parse_args(arguments))

@@ -9,8 +9,9 @@ RUN/tensorboard/             where run.tensorboard is on
 RUN/traces/                  torch profiler traces of run.profile_steps
 RUN/metrics.jsonl            one line per step and per validation
 RUN/summary.json             what the run reached
+RUN/lock                     held by the job that trains here
 RUN/checkpoints/step_00000100/     written aside, renamed when whole
-    manifest.json            sizes of all files: its presence after the rename means complete
+    manifest.json            sizes and CRC-32s of all files: its presence after the rename means complete
     recipe.yaml              as above
     trainer_state.json       step, consumed samples, data, parallel layout, wandb id
     weights_tp00.safetensors weights of each tensor-parallel rank, whatever the ZeRO stage
@@ -20,7 +21,12 @@ RUN/checkpoints/step_00000100/     written aside, renamed when whole
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +38,11 @@ RECIPE, DS_CONFIG, TOKENIZER = "recipe.yaml", "ds_config.json", "tokenizer.model
 METRICS, SUMMARY, WANDB_ID = "metrics.jsonl", "summary.json", "wandb_id"
 FAULTS = "faults.jsonl"
 STARTS, TENSORBOARD, TRACES = "starts.jsonl", "tensorboard", "traces"
+LOCK = "lock"
 CHECKPOINTS, MANIFEST, TRAINER_STATE = "checkpoints", "manifest.json", "trainer_state.json"
+
+_BLOCK_BYTES = 1 << 22
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,10 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
 def checkpoints(run_dir: Path) -> list[tuple[Path, str | None]]:
     """Every checkpoint of a run, oldest first, with why it cannot be used (None: it can)."""
     folder = run_dir / CHECKPOINTS
@@ -70,35 +84,85 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def incompleteness(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be used, or None if it can."""
+    """Why a checkpoint cannot be used, or None if sizes, and the content of TRAINER_STATE, say that it can."""
     try:
-        sizes = json.loads((checkpoint / MANIFEST).read_text())["bytes"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"{checkpoint / MANIFEST}: {error}"
-    for name, size in sizes.items():
+        sizes = _manifest(checkpoint)["bytes"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{checkpoint / MANIFEST}: {str(error) or 'is broken'}"
+    for name, size in sizes:
         try:
             found = (checkpoint / name).stat().st_size
         except OSError:
             return f"{checkpoint / name}: missing"
         if found != size:
             return f"{checkpoint / name}: {found} bytes, {size} were written"
-    return None
+    return damage(checkpoint, [TRAINER_STATE])
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a user means by a run directory (its last complete one) or by its own folder.
+def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
+    """Which file of a complete checkpoint no longer holds what was written, or None. Reads the files.
 
-    Raises UserError naming the path when there is none.
+    names: the files to look at, all by default. A file without a recorded checksum passes.
+    """
+    recorded = _manifest(checkpoint).get("crc32", {})
+    chosen = [name for name in (recorded if names is None else names) if name in recorded]
+
+    def changed(name: str) -> str | None:
+        try:
+            same = checksum(checkpoint / name) == recorded[name]
+        except OSError as error:
+            return str(error)
+        return None if same else f"{checkpoint / name}: its content has changed since it was written"
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # zlib lets go of the GIL
+        return next((reason for reason in pool.map(changed, chosen) if reason is not None), None)
+
+
+def damage_of_share(checkpoint: Path, rank: int, ranks: int) -> str | None:
+    """`damage` of this rank's part of the files, so that all ranks together read each file once."""
+    sizes = _manifest(checkpoint)["bytes"]
+    return damage(checkpoint, sorted(sizes, key=lambda name: (-sizes[name], name))[rank::ranks])
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def write_manifest(checkpoint: Path, files: dict[str, tuple[int, int]]) -> None:
+    """Record size and CRC-32 of every file of a checkpoint, by its name in the folder."""
+    manifest = {
+        "bytes": {name: size for name, (size, _) in sorted(files.items())},
+        "crc32": {name: crc32 for name, (_, crc32) in sorted(files.items())},
+    }
+    write_text(checkpoint / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def _manifest(checkpoint: Path) -> Any:
+    return json.loads((checkpoint / MANIFEST).read_text())
+
+
+def find_checkpoint(path: Path, damage: Callable[[Path], str | None] = lambda checkpoint: None) -> Path:
+    """The checkpoint that a user means by a run directory (its last good one) or by its own folder.
+
+    damage: what is wrong with the content of a complete checkpoint, None if nothing is. Raises UserError naming
+    the path when there is none; of a run, newer ones that cannot be used are named in a warning.
     """
     if (path / TRAINER_STATE).is_file():
-        reason = incompleteness(path)
+        reason = incompleteness(path) or damage(path)
         if reason is not None:
-            raise UserError(f"the checkpoint {path} is not complete ({reason}); choose another one")
+            raise UserError(f"the checkpoint {path} cannot be used ({reason}); choose another one")
         return path
-    complete = complete_checkpoints(path)
-    if not complete:
-        raise UserError(f"{path} holds no complete checkpoint; give a run directory or one of its checkpoints")
-    return complete[-1]
+    for checkpoint, incomplete in reversed(checkpoints(path)):
+        reason = incomplete or damage(checkpoint)
+        if reason is None:
+            return checkpoint
+        _logger.warning("passing over a checkpoint: %s", reason)
+    raise UserError(f"{path} holds no complete checkpoint; give a run directory or one of its checkpoints")
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -126,7 +190,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def update_summary(run_dir: Path, **values: Any) -> dict[str, Any]:
     """Merge values into RUN/summary.json and return it."""
     path = run_dir / SUMMARY
-    summary = json.loads(path.read_text()) if path.is_file() else {}
+    summary = {}
+    if path.is_file():
+        try:
+            summary = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError):
+            _logger.warning("%s is not a JSON object; written anew", path)
     summary.update(values)
     write_text(path, json.dumps(summary, indent=2) + "\n")
     return summary

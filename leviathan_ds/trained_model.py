@@ -10,7 +10,7 @@ from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.config import ParallelConfig, Recipe
 from leviathan_ds.model.language_model import LanguageModel
-from leviathan_ds.model.weights import load_full_weights
+from leviathan_ds.model.weights import SHARD_FILES, load_full_weights
 from leviathan_ds.parallel import topology
 
 
@@ -41,10 +41,18 @@ class TrainedModel:
 def find_trained_model(path: Path) -> TrainedModel:
     """What a user means by a run directory or by one of its checkpoints.
 
-    Raises UserError when there is no complete checkpoint, no readable recipe or no tokenizer.
+    Raises UserError when there is no good checkpoint, no readable recipe or no tokenizer.
     """
-    checkpoint = run_directory.find_checkpoint(path)
+    checkpoint = run_directory.find_checkpoint(path, _damage)
     run = run_directory.run_of(checkpoint)
     recipe = recipes.load(run / run_directory.RECIPE)
     tokenizer = load_tokenizer(run / run_directory.TOKENIZER)
     return TrainedModel(checkpoint, recipe.with_vocabulary(tokenizer.vocab_size), tokenizer)
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with the weights in a complete checkpoint; the recipe says how closely to look."""
+    recipe = recipes.load(run_directory.run_of(checkpoint) / run_directory.RECIPE)
+    if recipe.run.verify_checkpoints == "sizes":
+        return None
+    return run_directory.damage(checkpoint, [path.name for path in checkpoint.glob(SHARD_FILES)])

@@ -339,12 +339,16 @@ def counted_collectives(_: int) -> list[Counter]:
     return found
 
 
-def resumed_run(case: Case, folder: Path) -> tuple[list[float], list[float], bool]:
+def resumed_run(case: Case, folder: Path, async_save: bool = True) -> tuple[list[float], list[float], bool]:
     """Losses of the steps after a checkpoint: without a stop, and from the checkpoint in a new engine.
 
     Also whether all weights, this TP rank's, end bitwise equal, and equal the checkpoint's safetensors in between.
+    With async_save the steps after the checkpoint are done before its first byte is written.
     """
+    from threading import Event
+
     from leviathan_ds import run_directory
+    from leviathan_ds.config import RunConfig
     from leviathan_ds.model.weights import full_weights
     from leviathan_ds.parallel import ds_config, registry
     from leviathan_ds.parallel import engine as engines
@@ -363,13 +367,24 @@ def resumed_run(case: Case, folder: Path) -> tuple[list[float], list[float], boo
         return [train_step(engine, iter(micro), len(micro), 1e-2, torch.device("cpu")).item() for micro in some]
 
     engine, _ = loop.build_engine(recipe, config)
-    saved = folder
+    recipe = replace(recipe, run=RunConfig(keep_checkpoints=1, async_save=async_save))
+    checkpoints = checkpoint.Checkpoints(engine, folder, recipe)
+    may_write = Event()
+    may_write.set()
+    really_write = checkpoint.writer.write_pickle
+    checkpoint.writer.write_pickle = lambda *file: (may_write.wait(100), really_write(*file))[1]
     for step in (1, 2):
         train(engine, before[step - 1 : step])
-        state = run_directory.TrainerState(step, step * GLOBAL_BATCH, {}, [], None)
-        saved = checkpoint.save(engine, folder, state, recipe, keep=1)
+        if step == 2 and async_save:
+            checkpoints.wait()
+            may_write.clear()
+        checkpoints.save(run_directory.TrainerState(step, step * GLOBAL_BATCH, {}, [], None))
     at_save = {name: whole.clone() for name, whole in engines.named_local_parameters(engine)}
     undisturbed = train(engine, after)
+    may_write.set()
+    checkpoints.finish()
+    checkpoint.writer.write_pickle = really_write
+    saved = folder / run_directory.CHECKPOINTS / run_directory.checkpoint_name(2)
     expected = {name: whole.clone() for name, whole in engines.named_local_parameters(engine)}
     engine.destroy()
 
@@ -385,6 +400,82 @@ def resumed_run(case: Case, folder: Path) -> tuple[list[float], list[float], boo
     equal = equal and all(torch.equal(found[name], expected[name]) for name in expected)
     engine.destroy()
     return undisturbed, resumed, equal
+
+
+def _tiny_engine(case: Case, **run: Any) -> tuple[Any, Recipe]:
+    from leviathan_ds.config import RunConfig
+    from leviathan_ds.parallel import ds_config
+    from leviathan_ds.training import loop
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    topology.initialize(case.tp)
+    recipe = replace(case.recipe(topology.data_parallel_size()), run=RunConfig(**run))
+    path = CONFIGS / f"{case.zero}.json"
+    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
+    return loop.build_engine(recipe, config)[0], recipe
+
+
+def full_disk_run(case: Case, folder: Path, async_save: bool, stop: bool) -> dict[str, Any]:
+    """Saves of steps 1 to 4, of which those of 2 and 4 find no room on rank 1's disk, and what comes of them."""
+    import resource
+
+    from leviathan_ds import run_directory
+    from leviathan_ds.training import checkpoint
+
+    said: list[str] = []
+    engine, recipe = _tiny_engine(case, keep_checkpoints=1, async_save=async_save, stop_on_failed_save=stop)
+    checkpoints = checkpoint.Checkpoints(engine, folder, recipe, 0, said.append)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    error, steps = None, []
+    try:
+        for step in range(1, 5):
+            full = topology.rank() == 1 and step % 2 == 0
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if full else limits[0], limits[1]))
+            checkpoints.save(run_directory.TrainerState(step, step * GLOBAL_BATCH, {}, [], None))
+            checkpoints.wait()
+            topology.barrier()
+            names = [path.name for path in (folder / run_directory.CHECKPOINTS).iterdir()]
+            topology.barrier()
+            steps.append(sorted(names))
+        checkpoints.finish()
+    except ValueError as raised:
+        error = str(raised)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        engine.destroy()
+    return {"said": said, "error": error, "steps": steps}
+
+
+def saved_once(case: Case, folder: Path) -> None:
+    """A checkpoint of step 1."""
+    from leviathan_ds import run_directory
+    from leviathan_ds.training import checkpoint
+
+    engine, recipe = _tiny_engine(case)
+    checkpoints = checkpoint.Checkpoints(engine, folder, recipe)
+    checkpoints.save(run_directory.TrainerState(1, GLOBAL_BATCH, {}, [], None))
+    checkpoints.finish()
+    engine.destroy()
+
+
+def damage_found(folder: Path) -> str | None:
+    from leviathan_ds.training import checkpoint
+
+    return checkpoint.damage(folder)
+
+
+def refusal_of_load(case: Case, folder: Path) -> str | None:
+    """What `load` says of a checkpoint that it refuses; None if it loads it."""
+    from leviathan_ds.training import checkpoint
+
+    engine, _ = _tiny_engine(case)
+    try:
+        checkpoint.load(engine, folder)
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return None
 
 
 def evaluation_run(data_parallel_size: int, num_samples: int) -> Any:

@@ -105,6 +105,7 @@ BAD_VALUES: list[tuple[type, dict[str, Any], str]] = [
     (DataConfig, {"prefixes": ("a", "b"), "weights": (1.0,)}, "data.weights"),
     (DataConfig, {"prefixes": ("a", "b"), "weights": (1.0, 0.0)}, "data.weights"),
     (DataConfig, {"num_workers": -1}, "data.num_workers"),
+    *[(DataConfig, {"seed": seed}, "data.seed") for seed in (-1, 2**32)],
     *[
         (TrainingConfig, {name: 0}, f"training.{name}")
         for name in ("train_steps", "micro_batch_size", "global_batch_size", "loss_chunk_tokens", "lr", "adam_eps")
@@ -131,6 +132,7 @@ BAD_VALUES: list[tuple[type, dict[str, Any], str]] = [
     ],
     (RunConfig, {"replica_check_interval": -1}, "run.replica_check_interval"),
     (RunConfig, {"profile_steps": (3, 0)}, "run.profile_steps"),
+    (RunConfig, {"keep_every_steps": -1}, "run.keep_every_steps"),
 ]
 
 
@@ -143,7 +145,7 @@ def test_message_names_the_key(section: type, values: dict[str, Any], key: str) 
 
 
 def test_every_numeric_field_has_a_bad_value_above() -> None:
-    # Any seed is a seed.
+    # Any seed of the weights is a seed.
     tested = {(section, name) for section, values, _ in BAD_VALUES for name in values}
     for section in {section for section, _, _ in BAD_VALUES}:
         for field in dataclasses.fields(section):

@@ -194,11 +194,16 @@ def test_a_finished_run_says_so(recipe, undisturbed):
 def test_a_damaged_checkpoint_is_named_and_passed_over(recipe, undisturbed, tmp_path):
     run_dir = tmp_path / "damaged"
     subprocess.run(["cp", "-r", str(undisturbed), str(run_dir)], check=True)
-    broken = run_dir / "checkpoints" / "step_00000012" / "weights_tp01.safetensors"
-    broken.write_bytes(broken.read_bytes()[:-1])
+    cut = run_dir / "checkpoints" / "step_00000012" / "weights_tp01.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    (changed,) = (run_dir / "checkpoints" / "step_00000010").glob("zero_pp_rank_0_mp_rank_01*")
+    content = bytearray(changed.read_bytes())
+    content[len(content) // 2] ^= 1
+    changed.write_bytes(content)
     output = finish(start(command(recipe, run_dir, *LAYOUT, ranks=2)))
-    assert "passing over a checkpoint" in output and "step_00000012/weights_tp01.safetensors" in output
-    assert "resuming at step 10" in output
+    for line in (f"{cut}: {cut.stat().st_size - 1} bytes", f"{changed}: its content has changed"):
+        assert f"passing over a checkpoint: {line}" in output
+    assert "resuming at step 5" in output
     assert losses(run_dir) == losses(undisturbed)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import random
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -460,7 +461,14 @@ def test_sampling(tmp_path: Path, tokenizer_file: Path) -> None:
 
     assert text(seed=1) == text(seed=1) != text(seed=2)
     assert text(top_k=1, seed=1) == text(top_p=1e-6, seed=2) == text(temperature=0, seed=3)
-    for wrong in ({"temperature": -1}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}, {"max_new_tokens": 0}):
+    for wrong in (
+        {"temperature": -1},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"max_new_tokens": 0},
+        {"seed": 2**63},
+    ):
         with pytest.raises(ValueError, match=f"--{next(iter(wrong))} must be"):
             Sampling(**wrong)
 
@@ -483,11 +491,39 @@ def test_launchers(tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureF
         (export_hf, [*export_arguments[:2], "--output", "x", "--text", "none.txt"], "none.txt"),
         (generate_launcher, ["--checkpoint", str(tmp_path / "none"), *prompt], "no complete checkpoint"),
         (generate_launcher, ["--checkpoint", str(run), *prompt, "--top_p", "2"], "--top_p must be"),
+        (generate_launcher, ["--checkpoint", str(run), "--prompt", "\udcff"], "--prompt is not UTF-8"),
+        (export_hf, [*export_arguments[:2], "--output", str(run / "recipe.yaml" / "x")], "cannot be written"),
     ):
         assert launcher.main(arguments) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and message in error and error.count("\n") == 1
     topology.initialize(1)  # the export launcher left the process groups
+
+
+def test_changed_weights_are_passed_over_or_refused(
+    tmp_path: Path, tokenizer_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A flipped bit: the trainer's logits and the export's would agree, and both be wrong."""
+    run = make_run(tmp_path / "run", tokenizer_file)
+    good = run / run_directory.CHECKPOINTS / run_directory.checkpoint_name(100)
+    (good / run_directory.MANIFEST).unlink()
+    files = {path.name: (path.stat().st_size, run_directory.checksum(path)) for path in good.iterdir()}
+    run_directory.write_manifest(good, files)
+    bad = Path(shutil.copytree(good, good.with_name(run_directory.checkpoint_name(200))))
+    assert find_trained_model(run).checkpoint == bad
+    weights = bad / "weights_tp00.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert find_trained_model(run).checkpoint == good
+    assert f"{weights}: its content has changed" in caplog.text
+    with pytest.raises(ValueError, match=r"weights_tp00\.safetensors: its content has changed .* choose another"):
+        find_trained_model(bad)
+    recipe = (run / run_directory.RECIPE).read_text()
+    (run / run_directory.RECIPE).write_text(
+        recipe.replace("verify_checkpoints: checksums", "verify_checkpoints: sizes")
+    )
+    assert find_trained_model(run).checkpoint == bad, "told not to look"
 
 
 def test_a_checkpoint_of_another_recipe(tmp_path: Path, tokenizer_file: Path) -> None:

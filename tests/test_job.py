@@ -24,6 +24,7 @@ from leviathan_ds import run_directory
 from leviathan_ds.training import job, loop
 
 ROOT = Path(__file__).parents[1]
+REAL_RUN = loop.run
 ZERO1 = ROOT / "ds_configs" / "zero1.json"
 TINY = """
 model:
@@ -136,6 +137,18 @@ MISTAKES: dict[str, tuple[Callable[[Case], Any], int, list[str]]] = {
         1,
         ["run exists and is not a run"],
     ),
+    "run_dir under a file": (
+        lambda c: [c.run_dir.write_text("mine"), setattr(c, "run_dir", c.run_dir / "sub" / "run")],
+        1,
+        ["run is no directory"],
+    ),
+    "data seed": (lambda c: c.options.append("--data.seed=-1"), 1, ["data.seed must lie"]),
+    "empty config": (lambda c: c.options.append("--config="), 1, ["--config is empty"]),
+    "more steps than memory": (
+        lambda c: c.options.append("--training.train_steps=99999999999"),
+        1,
+        ["training.train_steps", "399,999,999,996 samples", "memory"],
+    ),
     "run_dir is a file": (lambda c: c.run_dir.write_text("mine"), 1, ["run exists and is not a run"]),
     "other recipe": (
         lambda c: start_with(c, "--training.lr=0.125"),
@@ -180,7 +193,7 @@ def test_correct_case_starts(case: Case) -> None:
     assert checked.recipe.model.vocab_size == 600
     assert (checked.num_passes, checked.resume_from, checked.finished) == (2, None, False)
     assert len(checked.train_dataset) >= 16
-    assert case.files() == before
+    assert case.files() - before == {case.run_dir, case.run_dir / run_directory.LOCK}
 
 
 def test_mistakes_come_before_the_demo_is_prepared(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +302,10 @@ def test_finished_run_says_so_and_does_nothing(case: Case, capsys: pytest.Captur
     (checked,) = case.started
     complete_checkpoint(case, 4, checked.data.fingerprints)
     pretrain.main(case.arguments)
-    assert len(case.started) == 1
-    assert "run is done: all 4 steps were trained" in capsys.readouterr().out
+    assert case.started[1].finished
+    capsys.readouterr()
+    REAL_RUN(case.started[1])
+    assert capsys.readouterr().out == f"{case.run_dir} is done: all 4 steps were trained, nothing to do\n"
 
 
 @pytest.mark.parametrize("writes", range(4))
@@ -320,6 +335,47 @@ def test_start_killed_while_it_describes_the_run_can_start_again(
     assert recipes.load(case.run_dir / run_directory.RECIPE) == checked.recipe
     assert (case.run_dir / run_directory.TOKENIZER).is_file()
     assert json.loads((case.run_dir / run_directory.DS_CONFIG).read_text()) == checked.ds_config
+
+
+def test_changed_content_is_named_and_passed_over(case: Case) -> None:
+    """A flipped bit keeps the size: DeepSpeed would load it without a word. Also of a run that had finished."""
+    start_with(case)
+    pretrain.main(case.arguments)
+    good, bad = (complete_checkpoint(case, step, case.started[0].data.fingerprints) for step in (2, 4))
+    pretrain.main(case.arguments)
+    assert case.started[1].finished
+    reasons = {bad: "states.pt: its content has changed"}
+    found = job.without_damage(case.started[1], reasons.get)
+    assert (found.resume_from, found.finished) == (good, False)
+    assert found.passed_over == (reasons[bad],)
+    reasons[good] = "another"
+    found = job.without_damage(case.started[1], reasons.get)
+    assert (found.resume_from, found.passed_over) == (None, (reasons[bad], reasons[good]))
+
+
+def test_a_broken_summary_is_written_anew(tmp_path: Path) -> None:
+    for content in ("{", "3", ""):
+        (tmp_path / run_directory.SUMMARY).write_text(content)
+        assert run_directory.update_summary(tmp_path, steps=3) == {"steps": 3}
+
+
+def test_a_second_start_in_the_same_run_dir_is_refused(case: Case) -> None:
+    """Two would delete each other's checkpoints and metrics."""
+    hold = (
+        "import sys, time; from pathlib import Path; from leviathan_ds.parallel.launch import claimed\n"
+        "with claimed(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    lock = str(case.run_dir / run_directory.LOCK)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", hold, lock]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match="another process is training in"):
+            pretrain.main(case.arguments)
+        assert case.started == []
+        first.kill()
+    pretrain.main(case.arguments)
+    assert len(case.started) == 1
 
 
 def test_written_recipe_holds_the_run_to_vocabulary_and_tokenizer(case: Case) -> None:

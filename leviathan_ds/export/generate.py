@@ -30,6 +30,7 @@ class Sampling:
             ("temperature", self.temperature >= 0, "0 (greedy) or more"),
             ("top_k", self.top_k >= 0, "0 (all) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("seed", -(2**63) <= self.seed < 2**63, "a number of 64 bits"),
         ):
             if not holds:
                 raise UserError(f"--{name} must be {wanted}, got {getattr(self, name)}")
@@ -43,7 +44,14 @@ class Sampling:
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a document's beginning: in training every document followed an end-of-document."""
+    """The ids of a document's beginning: in training every document followed an end-of-document.
+
+    Raises UserError for a prompt that is no text.
+    """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"--prompt is not UTF-8: {error.object[error.start :]!r}") from None
     return [tokenizer.eod_id, *tokenizer.encode(prompt)]
 
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from data_prep.errors import UserError
 from leviathan_ds.parallel import registry, topology
 
+SHARD_FILES = "weights_tp*.safetensors"
+
 
 def shard_file(tensor_parallel_rank: int) -> str:
     return f"weights_tp{tensor_parallel_rank:02d}.safetensors"
@@ -27,7 +29,7 @@ def full_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
 
     Raises UserError when there is no weight file.
     """
-    paths = sorted(checkpoint.glob("weights_tp*.safetensors"))
+    paths = sorted(checkpoint.glob(SHARD_FILES))
     if not paths:
         raise UserError(f"{checkpoint} holds no weights_tp*.safetensors; it is not a checkpoint of this trainer")
     with ExitStack() as stack:

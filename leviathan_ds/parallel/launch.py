@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 import signal
 import sys
@@ -19,6 +21,8 @@ from data_prep.errors import UserError
 
 # DeepSpeed's launcher looks at its ranks once a second; a rank may also be seconds behind its neighbours.
 _SPEAK_UP_AFTER_S = 20.0
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,27 @@ def exit_with(error: UserError) -> NoReturn:
         time.sleep(_SPEAK_UP_AFTER_S)
     print(f"error: {error}", file=sys.stderr, flush=True)
     sys.exit(2)
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Hold a file among the processes of all machines that see it; freed when this process dies.
+
+    A record lock: unlike flock's, no data loader's worker inherits it and keeps it after a kill. Raises
+    UserError when another process holds the file; where the disk knows no locks, it only warns.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise UserError(
+                    f"another process is training in {path.parent} ({path} is locked); wait for it or end it, "
+                    "or take another --run_dir"
+                ) from None
+            _logger.warning("%s cannot be locked (%s); start no second run in its folder", path, error)
+        yield
 
 
 @contextmanager

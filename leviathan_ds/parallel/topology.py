@@ -18,6 +18,10 @@ from leviathan_ds.parallel.launch import LaunchEnvironment
 
 # DeepSpeed's default of 30 minutes keeps a whole cluster waiting for one dead rank.
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+# Ranks wait in it for the slowest disk. A rank that dies is noticed at once, by its closed connection.
+_BACKGROUND_TIMEOUT = datetime.timedelta(hours=2)
+
+_background_group: dist.ProcessGroup | None = None
 
 
 def device() -> torch.device:
@@ -72,9 +76,24 @@ def _initialize_process_group(environment: LaunchEnvironment) -> None:
 
 def shutdown() -> None:
     """Leave the process groups; a rank that exits without this can hang its neighbours' exit."""
+    global _background_group  # noqa: PLW0603
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        _background_group = None
+
+
+def background_group() -> dist.ProcessGroup:
+    """All ranks once more, on the CPU: for one thread beside the training, whose collectives it must not meet.
+
+    Collective at the first call.
+    """
+    global _background_group  # noqa: PLW0603
+    if _background_group is None:
+        group = dist.new_group(backend="gloo", timeout=_BACKGROUND_TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)
+        _background_group = group
+    return _background_group
 
 
 def rank() -> int:

@@ -1,26 +1,27 @@
 """Checkpoints: DeepSpeed's engine state, the weights as plain safetensors, and the trainer's own state.
 
 Written into a folder with a temporary name and committed by one rename, so a kill at any moment leaves the
-last complete checkpoint in place and nothing that could be taken for one.
+last complete checkpoint in place and nothing that could be taken for one. The ranks copy their state to the
+host's memory and go on; a thread of each writes its files, and rank 0's commits when all have written.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from safetensors.torch import save_file
 
 from data_prep.errors import UserError
-from data_prep.files import written_aside
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.config import Recipe
@@ -28,77 +29,190 @@ from leviathan_ds.model.weights import shard_file
 from leviathan_ds.parallel import engine as engines
 from leviathan_ds.parallel import topology
 from leviathan_ds.run_directory import TrainerState
+from leviathan_ds.training import checkpoint_writer as writer
+from leviathan_ds.training.checkpoint_engine import CollectingEngine, load_plain
 
-_TEMPORARY = ".writing_"
-_DISCARDED = ".discarded_"
 
+class Checkpoints:
+    """The saves of one run, one at a time. All methods are collective over all ranks.
 
-def save(engine: DeepSpeedEngine, run_dir: Path, state: TrainerState, recipe: Recipe, keep: int) -> Path:
-    """Write and commit a checkpoint, then drop all but the last `keep`. Collective over all ranks."""
-    folder = run_dir / run_directory.CHECKPOINTS
-    name = run_directory.checkpoint_name(state.step)
-    temporary = folder / (_TEMPORARY + name)
-    if topology.rank() == 0:
-        _discard_leftovers(folder)
-        temporary.mkdir(parents=True)
-    topology.barrier()
-    engine.save_checkpoint(str(folder), tag=temporary.name, save_latest=False)
-    _save_weights(engine, temporary)
-    torch.save(_random_states(), temporary / _random_states_file())
-    topology.barrier()
-    if topology.rank() == 0:
-        run_directory.write_text(temporary / run_directory.RECIPE, recipes.to_yaml(recipe))
-        _commit(temporary, folder / name, state)
-        for old in run_directory.complete_checkpoints(run_dir)[:-keep]:
-            discarded = old.with_name(_DISCARDED + old.name)
-            old.rename(discarded)
-            shutil.rmtree(discarded)
-    topology.barrier()
-    return folder / name
+    Args:
+        resume_step: of the checkpoint that the run goes on from; later ones have been passed over as damaged.
+        say: prints a line; called on rank 0.
+    """
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        run_dir: Path,
+        recipe: Recipe,
+        resume_step: int = 0,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self._engine, self._run_dir, self._recipe, self._say = engine, run_dir, recipe, say
+        # DeepSpeed would copy scripts beside the checkpoints, on rank 0 alone, whose failure nobody could share.
+        engine._copy_recovery_script = lambda save_path: None
+        self._group = topology.background_group()
+        self._memory = writer.HostMemory()
+        self._thread: Thread | None = None
+        self._failure: str | None = None
+        complete = run_directory.complete_checkpoints(run_dir)
+        self._passed_over = {path.name for path in complete if run_directory.step_of(path) > resume_step}
+
+    def save(self, state: TrainerState) -> None:
+        """Begin to write a checkpoint of this moment; the next step may follow at once.
+
+        A checkpoint that cannot be written is reported, and the run goes on; with run.stop_on_failed_save it is
+        a UserError, on all ranks alike, here or at the next call.
+        """
+        self.wait()
+        final = self._run_dir / run_directory.CHECKPOINTS / run_directory.checkpoint_name(state.step)
+        refused = writer.attempt(lambda: writer.make_temporary_folder(final)) if topology.rank() == 0 else None
+        self._failure = self._first_of_all_ranks(refused)
+        if self._failure is None:
+            content = self._content(final)
+            if self._recipe.run.async_save:
+                # No daemon: when the training fails, the interpreter still waits for the save.
+                self._thread = Thread(target=self._write, args=(final, content, state), name="checkpoint")
+                self._thread.start()
+                return
+            self._write(final, content, state)
+            self._memory = writer.HostMemory()
+        else:
+            self._report(state.step)
+        self._check_stop()
+
+    @property
+    def running(self) -> bool:
+        """Whether a save is being written by this rank beside the training."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Until no save is running. Raises UserError as `save` does."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._check_stop()
+
+    def finish(self) -> None:
+        """Wait for the last save. Raises UserError on all ranks alike when it failed."""
+        self.wait()
+        if self._failure is not None:
+            raise UserError(
+                f"the last checkpoint could not be written: {self._failure}; make room and start the same command "
+                "again to go on from the one before"
+            )
+
+    def _check_stop(self) -> None:
+        if self._recipe.run.stop_on_failed_save and self._failure is not None:
+            raise UserError(
+                f"a checkpoint could not be written: {self._failure}; make room and start the same command again "
+                "to go on from the one before"
+            )
+
+    def _content(self, final: Path) -> dict[str, Any]:
+        """This rank's files by name; in memory of their own where the training goes on while they are written."""
+        self._memory.rewind()
+        temporary = writer.temporary_folder(final)
+        collector = _collect_from(self._engine)
+        self._engine.save_checkpoint(str(final.parent), tag=temporary.name, save_latest=False)
+        files = {str(path.relative_to(temporary)): state for path, state in collector.files.items()}
+        files[_random_states_file()] = _random_states()
+        if self._recipe.run.async_save:
+            files = self._memory.hold_all(files)
+        if (weights := self._weights()) is not None:
+            files[shard_file(topology.tensor_parallel_rank())] = weights
+        return files
+
+    def _weights(self) -> dict[str, torch.Tensor] | None:
+        writes = topology.data_parallel_rank() == 0
+        weights = {}
+        for name, whole in engines.named_local_parameters(self._engine):
+            if writes:
+                weights[name] = self._memory.hold(whole)
+        return weights if writes else None
+
+    def _write(self, final: Path, content: dict[str, Any], state: TrainerState) -> None:
+        """Write this rank's files; rank 0 commits when all ranks have. Collective, in any one thread."""
+        try:
+            self._failure = self._written(final, content, state)
+        except Exception as error:  # another rank is gone, and so is this run
+            self._failure = writer.reason(error)
+        self._report(state.step)
+
+    def _written(self, final: Path, content: dict[str, Any], state: TrainerState) -> str | None:
+        files: dict[str, tuple[int, int]] = {}
+
+        def write_files() -> None:
+            for name, value in content.items():
+                write = writer.write_weights if name.endswith(".safetensors") else writer.write_pickle
+                files[name] = write(writer.temporary_folder(final) / name, value)
+
+        def commit() -> None:
+            texts = {
+                run_directory.RECIPE: recipes.to_yaml(self._recipe),
+                run_directory.TRAINER_STATE: json.dumps(dataclasses.asdict(state), indent=2) + "\n",
+            }
+            writer.commit(final, {name: found for rank in ranks for name, found in rank[0].items()}, texts)
+            self._passed_over.discard(final.name)
+
+        mine = writer.attempt(write_files)
+        ranks = self._of_all_ranks((files, mine))
+        failure = next((failed for _, failed in ranks if failed is not None), None)
+        if topology.rank() == 0:
+            failure = failure or writer.attempt(commit)
+            if failure is None:
+                every = self._recipe.run
+                kept = (every.keep_checkpoints, every.keep_every_steps, self._passed_over)
+                if left := writer.attempt(lambda: writer.rotate(self._run_dir, *kept)):
+                    self._say(f"an old checkpoint could not be removed: {left}")
+            else:
+                shutil.rmtree(writer.temporary_folder(final), ignore_errors=True)
+        return self._first_of_all_ranks(failure)
+
+    def _report(self, step: int) -> None:
+        if self._failure is not None and topology.rank() == 0:
+            good = [
+                path.name
+                for path in run_directory.complete_checkpoints(self._run_dir)
+                if path.name not in self._passed_over
+            ]
+            self._say(
+                f"the checkpoint of step {step} could not be written: {self._failure}; "
+                + (f"{good[-1]} is the last good one" if good else "there is none yet")
+            )
+
+    def _of_all_ranks(self, value: Any) -> list[Any]:
+        values = [None] * topology.world_size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _first_of_all_ranks(self, failure: str | None) -> str | None:
+        return next((found for found in self._of_all_ranks(failure) if found is not None), None)
 
 
 def load(engine: DeepSpeedEngine, checkpoint: Path) -> None:
     """Restore engine and random states. Collective; the layout must be the one that wrote the checkpoint."""
+    _collect_from(engine)
     path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name, load_lr_scheduler_states=False)
     if path is None:
         raise UserError(f"DeepSpeed could not load {checkpoint}; remove it to go on from the one before")
-    _restore_random_states(torch.load(checkpoint / _random_states_file(), weights_only=True))
+    _restore_random_states(load_plain(checkpoint / _random_states_file()))
 
 
-def _save_weights(engine: DeepSpeedEngine, folder: Path) -> None:
-    writes = topology.data_parallel_rank() == 0
-    weights = {}
-    for name, whole in engines.named_local_parameters(engine):
-        if writes:
-            weights[name] = whole.to("cpu", copy=True).contiguous()
-    if writes:
-        save_file(weights, folder / shard_file(topology.tensor_parallel_rank()))
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's content; the ranks share the reading and agree. Collective."""
+    found: list[str | None] = [None] * topology.world_size()
+    dist.all_gather_object(
+        found, run_directory.damage_of_share(checkpoint, topology.rank(), topology.world_size())
+    )
+    return next((reason for reason in found if reason is not None), None)
 
 
-def _commit(temporary: Path, final: Path, state: TrainerState) -> None:
-    with written_aside(temporary / run_directory.TRAINER_STATE) as file:
-        file.write((json.dumps(dataclasses.asdict(state), indent=2) + "\n").encode())
-    files = sorted(path for path in temporary.rglob("*") if path.is_file())
-    for path in files:  # the rename below must not reach the disk before the content
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    sizes = {str(path.relative_to(temporary)): path.stat().st_size for path in files}
-    with written_aside(temporary / run_directory.MANIFEST) as file:
-        file.write((json.dumps({"bytes": sizes}, indent=2) + "\n").encode())
-    if final.exists():  # an incomplete one of the same step, passed over at the resume
-        discarded = final.with_name(_DISCARDED + final.name)
-        final.rename(discarded)
-        shutil.rmtree(discarded)
-    temporary.rename(final)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def _discard_leftovers(folder: Path) -> None:
-    for leftover in (*folder.glob(_TEMPORARY + "*"), *folder.glob(_DISCARDED + "*")):
-        shutil.rmtree(leftover)
+def _collect_from(engine: DeepSpeedEngine) -> CollectingEngine:
+    """Put our storage in the place of DeepSpeed's."""
+    engine.checkpoint_engine = collector = CollectingEngine()  # pyright: ignore[reportAttributeAccessIssue]
+    return collector
 
 
 def _random_states_file() -> str:

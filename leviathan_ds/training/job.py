@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from data_prep.errors import UserError
 from data_prep.files import partial_path, written_aside
@@ -30,6 +33,9 @@ _MAY_DIFFER = (
     "training.compile",
     "training.loss_chunk_tokens",
 )
+
+# At least, in megatron-core's GPTDataset: where a sample begins (two int32) and its place in the shuffle (uint32).
+_INDEX_BYTES_PER_SAMPLE = 12
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,12 @@ def prepare(recipe: Recipe, ds_config_path: Path, run_dir: Path, world_size: int
     Raises UserError, one line that names the file or key and the way out.
     """
     filled = check_configuration(recipe, ds_config_path, world_size)
+    samples = recipe.training.train_steps * recipe.training.global_batch_size
+    if samples * _INDEX_BYTES_PER_SAMPLE > psutil.virtual_memory().total:
+        raise UserError(
+            f"training.train_steps × training.global_batch_size = {samples:,} samples: their index alone does not "
+            "fit into this machine's memory; lower one of them"
+        )
     data = check_data(recipe.data)
     recipe = _resolved(recipe, data)
     _check_run_dir(run_dir, recipe)
@@ -95,9 +107,7 @@ def prepare(recipe: Recipe, ds_config_path: Path, run_dir: Path, world_size: int
         _check_same_data(resume_from, data)
         _check_same_layout(resume_from, layout)
     with launch.locked(data.prefixes[0].with_name(data.prefixes[0].name + ".index_cache") / "build.lock"):
-        train, validation = build_datasets(
-            recipe.data, data, recipe.training.train_steps * recipe.training.global_batch_size
-        )
+        train, validation = build_datasets(recipe.data, data, samples)
     return Job(recipe, filled, run_dir, data, train, validation, resume_from, layout, passed_over)
 
 
@@ -108,9 +118,26 @@ def _resolved(recipe: Recipe, data: CheckedData) -> Recipe:
     return recipe.with_vocabulary(data.vocab_size)
 
 
-def _last_usable(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
+def without_damage(job: Job, damage: Callable[[Path], str | None]) -> Job:
+    """The job from its last checkpoint whose content is what was written, by `damage` (None: it is).
+
+    Raises UserError as `prepare` does when that one does not suit.
+    """
+    while job.resume_from is not None and (reason := damage(job.resume_from)) is not None:
+        before, passed_over = _last_usable(job.run_dir, before=job.resume_from)
+        if before is not None:
+            _check_same_data(before, job.data)
+            _check_same_layout(before, job.layout)
+        job = replace(job, resume_from=before, passed_over=(*job.passed_over, reason, *passed_over))
+    return job
+
+
+def _last_usable(run_dir: Path, before: Path | None = None) -> tuple[Path | None, tuple[str, ...]]:
+    """The last complete checkpoint of a run, or the last before another one, and why later ones are not."""
     passed_over = []
     for path, reason in reversed(run_directory.checkpoints(run_dir)):
+        if before is not None and path.name >= before.name:
+            continue
         if reason is None:
             return path, tuple(passed_over)
         passed_over.append(reason)
@@ -120,10 +147,14 @@ def _last_usable(run_dir: Path) -> tuple[Path | None, tuple[str, ...]]:
 def _check_run_dir(run_dir: Path, recipe: Recipe) -> None:
     path = run_dir / run_directory.RECIPE
     if not path.is_file():
-        # A start that was killed while it wrote the recipe leaves a partial file and nothing else.
-        partial = partial_path(path)
-        if run_dir.exists() and (not run_dir.is_dir() or any(file != partial for file in run_dir.iterdir())):
+        # A start that was killed while it wrote the recipe leaves a partial file, its lock and nothing else.
+        ours = {partial_path(path), run_dir / run_directory.LOCK}
+        if run_dir.exists() and (not run_dir.is_dir() or not ours.issuperset(run_dir.iterdir())):
             raise UserError(f"{run_dir} exists and is not a run of this trainer; choose another --run_dir")
+        above = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            problem = "cannot be written to" if above.is_dir() else "is no directory"
+            raise UserError(f"--run_dir {run_dir}: {above} {problem}; choose another")
         return
     differing = {
         key: values

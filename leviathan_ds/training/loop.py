@@ -24,7 +24,7 @@ from leviathan_ds.parallel.gradients import component_norms
 from leviathan_ds.training import checkpoint
 from leviathan_ds.training.evaluate import Evaluation, evaluate, token_bytes, validation_batches
 from leviathan_ds.training.generator_health import generator_health
-from leviathan_ds.training.job import Job, write_run_dir
+from leviathan_ds.training.job import Job, without_damage, write_run_dir
 from leviathan_ds.training.metrics import Metrics
 from leviathan_ds.training.profiling import traced
 from leviathan_ds.training.schedule import learning_rate
@@ -38,6 +38,12 @@ def run(job: Job) -> None:
     recipe = job.recipe
     topology.initialize(recipe.parallel.tensor_model_parallel_size)
     _check_same_start(job)
+    if recipe.run.verify_checkpoints == "checksums":
+        job = without_damage(job, checkpoint.damage)
+    if job.finished:
+        if topology.rank() == 0:
+            print(f"{job.run_dir} is done: all {recipe.training.train_steps} steps were trained, nothing to do")
+        return
     state = None if job.resume_from is None else run_directory.read_state(job.resume_from)
     if topology.rank() == 0:
         write_run_dir(job)
@@ -110,6 +116,7 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
     )
     batches = iter(loader(job.train_dataset, sampler, job.recipe.data.num_workers))
     validate = _validator(job, engine, metrics)
+    checkpoints = checkpoint.Checkpoints(engine, job.run_dir, job.recipe, job.first_step, metrics.say)
     for reason in job.passed_over:
         metrics.say(f"passing over a checkpoint: {reason}")
     metrics.say(_headline(job, num_parameters))
@@ -166,7 +173,8 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
                 done, done * training.global_batch_size, job.layout, job.data.fingerprints, metrics.wandb_id
             )
             with log.paused():
-                checkpoint.save(engine, job.run_dir, state, job.recipe, every.keep_checkpoints)
+                checkpoints.save(state)
+    checkpoints.finish()
 
 
 def _utilization(recipe: Recipe) -> Callable[[float], float | None]:
