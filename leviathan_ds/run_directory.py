@@ -27,7 +27,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,9 @@ class TrainerState:
     layout: dict[str, Any]  # tensor and data parallel sizes, ZeRO stage, precision
     data_fingerprints: list[str]
     wandb_id: str | None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def read_state(checkpoint: Path) -> TrainerState:

@@ -85,6 +85,17 @@ def test_resume_at_any_step_is_the_tail(size: int) -> None:
 # ---- split ----
 
 
+def test_samples_go_on_in_order_on_another_number_of_ranks() -> None:
+    """Four steps on one rank, the rest on four with other micro-batches: every sample once, in the run's order."""
+
+    def consumed(first_step: int, num_steps: int, micro_batch: int, size: int) -> list[int]:
+        ranks = [GlobalBatchSampler(first_step, num_steps, 16, micro_batch, rank, size) for rank in range(size)]
+        passes = zip(*ranks, strict=True)  # all ranks' micro-batches of one forward pass, in rank order
+        return [index for one_pass in passes for micro in one_pass for index in micro]
+
+    assert consumed(0, 4, 8, 1) + consumed(4, 10, 2, 4) == list(range(160))
+
+
 def test_validation_documents_depend_on_their_index_alone() -> None:
     for fraction in (0.001, 0.02, 0.5):
         long = validation_documents(200_000, fraction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,6 +119,11 @@ def tensorboard_losses(run_dir: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("loss")]
 
 
+def learning_rates(run_dir: Path) -> list[float]:
+    records = [json.loads(line) for line in (run_dir / run_directory.METRICS).read_text().splitlines()]
+    return [record["lr"] for record in records if "loss" in record]
+
+
 def last_weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return dict(full_weights(run_directory.complete_checkpoints(run_dir)[-1]))
 
@@ -205,6 +211,22 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(recipe, undisturbed, tmp_
         assert f"passing over a checkpoint: {line}" in output
     assert "resuming at step 5" in output
     assert losses(run_dir) == losses(undisturbed)
+
+
+def test_a_run_goes_on_on_another_cluster(recipe, undisturbed, tmp_path):
+    """From TP 2 at ZeRO 2 to one rank at ZeRO 3: by itself, and through a checkpoint without a layout."""
+    moved, freed = tmp_path / "moved", tmp_path / "freed"
+    shutil.copytree(undisturbed, moved)
+    for later in ("step_00000010", "step_00000012"):
+        shutil.rmtree(moved / "checkpoints" / later)
+    output = run_python("reshard.py", str(moved), "--output", str(freed))
+    assert f"goes on with --run_dir {freed}, on any layout" in output
+    for run_dir in (moved, freed):
+        layout = ("--training.micro_batch_size=4",)
+        output = finish(start(command(recipe, run_dir, *layout, ranks=1, ds_config="zero3")))
+        assert "resuming at step 5 on another layout" in output
+        assert losses(run_dir) == pytest.approx(losses(undisturbed), rel=1e-5)
+        assert learning_rates(run_dir) == learning_rates(undisturbed)
 
 
 def test_export_evaluate_and_generate(recipe, undisturbed, tmp_path):

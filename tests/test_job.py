@@ -219,7 +219,9 @@ LAYOUT = {
     "tensor_model_parallel_size": 1,
     "data_parallel_size": 1,
     "zero_stage": 1,
+    "sub_group_size": None,
     "offload_optimizer": False,
+    "scattered_by": None,
     "precision": "fp32",
 }
 
@@ -284,15 +286,58 @@ def test_tokenizer_is_that_of_the_data_until_there_is_a_checkpoint(case: Case) -
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("tensor_model_parallel_size", 2), ("data_parallel_size", 4), ("zero_stage", 3), ("offload_optimizer", True)],
+    [
+        ("tensor_model_parallel_size", 2),
+        ("data_parallel_size", 4),
+        ("zero_stage", 3),
+        ("offload_optimizer", True),
+        ("sub_group_size", 1000),
+    ],
 )
-def test_another_layout_is_refused_at_a_resume(case: Case, key: str, value: object) -> None:
-    """DeepSpeed's files belong to the layout that wrote them; said before any process group exists."""
+def test_another_layout_is_taken_over_at_a_resume(case: Case, key: str, value: object) -> None:
     start_with(case)
     pretrain.main(case.arguments)
     (checked,) = case.started
+    folder = complete_checkpoint(case, 2, checked.data.fingerprints)
+    pretrain.main(case.arguments)
+    assert case.started[1].resume_from == folder and case.started[1].resumes_same_layout
+    shutil.rmtree(folder)
     complete_checkpoint(case, 2, checked.data.fingerprints, **{key: value})
-    with pytest.raises(UserError, match=rf"was written with {key} {value} \(now {LAYOUT[key]}\)"):
+    pretrain.main(case.arguments)
+    assert case.started[2].resume_from == folder and not case.started[2].resumes_same_layout
+
+
+def test_a_change_of_layout_may_change_the_batch_of_a_rank(case: Case) -> None:
+    """Tensor parallelism and the micro-batch are the layout's; the global batch is the run's."""
+    start_with(case, "--training.micro_batch_size=4", "--parallel.tensor_model_parallel_size=1")
+    pretrain.main([*case.arguments, "--training.micro_batch_size=1"])
+    (checked,) = case.started
+    assert checked.num_passes == 4
+    with pytest.raises(UserError, match=r"another recipe: training.global_batch_size 4 there and 8 now"):
+        pretrain.main([*case.arguments, "--training.global_batch_size=8"])
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"round_robin_gradients": True}, "round_robin_gradients"),
+        ({"parameter_alignment": True}, "parameter_alignment"),
+        ({"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}, "offload_optimizer.device"),
+    ],
+)
+def test_a_layout_that_cannot_be_taken_over_is_refused(case: Case, section: dict, key: str) -> None:
+    """Before any process group exists; on the same layout DeepSpeed loads its own files."""
+    start_with(case)
+    pretrain.main(case.arguments)
+    fingerprints = case.started[0].data.fingerprints
+    folder = complete_checkpoint(case, 2, fingerprints, zero_stage=2, scattered_by=key)
+    with pytest.raises(UserError, match=rf"zero_stage 2 \(now 1\).*under zero_optimization.{key} DeepSpeed"):
+        pretrain.main(case.arguments)
+    shutil.rmtree(folder)
+    complete_checkpoint(case, 2, fingerprints)
+    values = json.loads(case.ds_config.read_text())
+    case.ds_config.write_text(json.dumps(values | {"zero_optimization": {"stage": 2, **section}}))
+    with pytest.raises(UserError, match=rf"zero_stage 1 \(now 2\).*under zero_optimization.{key} DeepSpeed"):
         pretrain.main(case.arguments)
 
 

@@ -24,16 +24,24 @@ def shard_file(tensor_parallel_rank: int) -> str:
     return f"weights_tp{tensor_parallel_rank:02d}.safetensors"
 
 
+def weight_files(checkpoint: Path) -> list[Path]:
+    """The weights of every tensor-parallel rank, in rank order.
+
+    Raises UserError when there is none.
+    """
+    paths = sorted(checkpoint.glob(SHARD_FILES))
+    if not paths:
+        raise UserError(f"{checkpoint} holds no weights_tp*.safetensors; it is not a checkpoint of this trainer")
+    return paths
+
+
 def full_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of a checkpoint, unsharded, one at a time (vocabulary rows still padded).
 
     Raises UserError when there is no weight file.
     """
-    paths = sorted(checkpoint.glob(SHARD_FILES))
-    if not paths:
-        raise UserError(f"{checkpoint} holds no weights_tp*.safetensors; it is not a checkpoint of this trainer")
     with ExitStack() as stack:
-        shards = [stack.enter_context(safe_open(path, framework="pt")) for path in paths]
+        shards = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(checkpoint)]
         for name in shards[0].keys():
             yield name, registry.rule_for(name).unshard([shard.get_tensor(name) for shard in shards])
 
@@ -41,8 +49,8 @@ def full_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
 def load_full_weights(model: nn.Module, checkpoint: Path) -> None:
     """Fill a model of any tensor-parallel degree from a checkpoint of any other.
 
-    Vocabulary rows beyond the true vocabulary may differ in number (padding depends on the degree) and are
-    left as they are: no computation reads them. Raises UserError when names or shapes do not match.
+    Vocabulary rows beyond the true vocabulary may differ in number: padding depends on the degree. Raises
+    UserError when names or shapes do not match.
     """
     rank, size = topology.tensor_parallel_rank(), topology.tensor_parallel_size()
     parameters = {name: (parameter, rule) for name, parameter, rule in registry.named_rules(model)}
@@ -52,11 +60,7 @@ def load_full_weights(model: nn.Module, checkpoint: Path) -> None:
             raise UserError(f"{checkpoint} holds {name}, which the recipe's model does not have")
         parameter, rule = parameters[name]
         shape = rule.full_shape(parameter.shape, size)
-        if rule.is_vocabulary and full.shape[0] != shape[0]:
-            resized = full.new_zeros(shape)
-            rows = min(full.shape[0], shape[0])
-            resized[:rows] = full[:rows]
-            full = resized
+        full = rule.padded(full, shape)
         if list(full.shape) != shape:
             raise UserError(f"{checkpoint}: {name} is {list(full.shape)}, the recipe's model wants {shape}")
         with torch.no_grad():

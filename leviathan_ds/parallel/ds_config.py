@@ -160,6 +160,19 @@ def offloads_optimizer(values: dict[str, Any]) -> bool:
     return section.get("device", "none") != "none"
 
 
+def zero3_sub_group_size(values: dict[str, Any]) -> int | None:
+    """Elements that ZeRO-3's optimizer steps at once, None for DeepSpeed's default: it cuts its files."""
+    return values.get("zero_optimization", {}).get("sub_group_size") if zero_stage(values) == 3 else None
+
+
+def scattered_by(values: dict[str, Any]) -> str | None:
+    """The key of zero_optimization under which DeepSpeed's records do not tell where a parameter's state lies."""
+    section = values.get("zero_optimization", {})
+    if (section.get("offload_optimizer") or {}).get("device") == "nvme":
+        return "offload_optimizer.device"
+    return next((key for key in ("round_robin_gradients", "parameter_alignment") if section.get(key)), None)
+
+
 def _check_top_level(values: dict[str, Any], path: Path) -> None:
     for key, value in values.items():
         if key in OWNED_ELSEWHERE and (not isinstance(value, dict) or value.get("enabled", True) is not False):

@@ -10,7 +10,7 @@ A parameter that no rule knows is an error at start-up, not a silent guess.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +59,18 @@ class ParameterRule:
             return shards[0]
         stacked = zip(*(shard.chunk(self.num_stacked, self.shard_dim) for shard in shards), strict=True)
         return torch.cat([torch.cat(parts, self.shard_dim) for parts in stacked], self.shard_dim)
+
+    def padded(self, full: Tensor, shape: Sequence[int]) -> Tensor:
+        """A vocabulary's rows cut or filled with zeros to `shape`; any other parameter as it is.
+
+        Their number depends on the tensor-parallel size; no computation reads those beyond the true vocabulary.
+        """
+        if not self.is_vocabulary or full.shape[0] == shape[0]:
+            return full
+        resized = full.new_zeros(shape)
+        rows = min(full.shape[0], shape[0])
+        resized[:rows] = full[:rows]
+        return resized
 
     def full_shape(self, local: Sequence[int], size: int) -> list[int]:
         shape = list(local)
@@ -141,22 +153,32 @@ def complete_partial_gradients(model: nn.Module, parallel: ParallelConfig) -> No
             parameter.register_hook(sum_over_ranks)
 
 
-def optimizer_groups(
-    model: nn.Module, weight_decay: float, decay_generator_vectors: bool, generator_lr_scale: float
-) -> list[dict]:
-    """Parameter groups for AdamW: with and without decay, and apart by learning-rate scale.
+def group_names(
+    names: Iterable[str], weight_decay: float, decay_generator_vectors: bool, generator_lr_scale: float
+) -> dict[tuple[float, float], list[str]]:
+    """(weight decay, learning-rate scale) of each of AdamW's groups → the names of its parameters.
 
     Norm weights never decay; the generator's vectors (codebooks, LayerNorms) by the switch.
     """
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for _, parameter, rule in named_rules(model):
+    groups: dict[tuple[float, float], list[str]] = {}
+    for name in names:
+        rule = rule_for(name)
         generator = rule.component == "generator"
         decays = not rule.undecayed or (generator and decay_generator_vectors)
         key = (weight_decay if decays else 0.0, generator_lr_scale if generator else 1.0)
-        groups.setdefault(key, []).append(parameter)
+        groups.setdefault(key, []).append(name)
+    return groups
+
+
+def optimizer_groups(
+    model: nn.Module, weight_decay: float, decay_generator_vectors: bool, generator_lr_scale: float
+) -> list[dict]:
+    """Parameter groups for AdamW: with and without decay, and apart by learning-rate scale."""
+    parameters = dict(model.named_parameters())
+    groups = group_names(parameters, weight_decay, decay_generator_vectors, generator_lr_scale)
     return [
-        {"params": parameters, "weight_decay": decay, "lr_scale": scale}
-        for (decay, scale), parameters in groups.items()
+        {"params": [parameters[name] for name in names], "weight_decay": decay, "lr_scale": scale}
+        for (decay, scale), names in groups.items()
     ]
 
 

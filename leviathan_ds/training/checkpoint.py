@@ -7,8 +7,6 @@ host's memory and go on; a thread of each writes its files, and rank 0's commits
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import random
 import shutil
 from collections.abc import Callable
@@ -30,7 +28,10 @@ from leviathan_ds.parallel import engine as engines
 from leviathan_ds.parallel import topology
 from leviathan_ds.run_directory import TrainerState
 from leviathan_ds.training import checkpoint_writer as writer
+from leviathan_ds.training import reshard
 from leviathan_ds.training.checkpoint_engine import CollectingEngine, load_plain
+
+_RANDOM_STATES = "random_states_rank{}.pt"
 
 
 class Checkpoints:
@@ -117,7 +118,7 @@ class Checkpoints:
         collector = _collect_from(self._engine)
         self._engine.save_checkpoint(str(final.parent), tag=temporary.name, save_latest=False)
         files = {str(path.relative_to(temporary)): state for path, state in collector.files.items()}
-        files[_random_states_file()] = _random_states()
+        files[_RANDOM_STATES.format(f"{topology.rank():05d}")] = _random_states()
         if self._recipe.run.async_save:
             files = self._memory.hold_all(files)
         if (weights := self._weights()) is not None:
@@ -151,7 +152,7 @@ class Checkpoints:
         def commit() -> None:
             texts = {
                 run_directory.RECIPE: recipes.to_yaml(self._recipe),
-                run_directory.TRAINER_STATE: json.dumps(dataclasses.asdict(state), indent=2) + "\n",
+                run_directory.TRAINER_STATE: state.to_json(),
             }
             writer.commit(final, {name: found for rank in ranks for name, found in rank[0].items()}, texts)
             self._passed_over.discard(final.name)
@@ -191,13 +192,24 @@ class Checkpoints:
         return next((found for found in self._of_all_ranks(failure) if found is not None), None)
 
 
-def load(engine: DeepSpeedEngine, checkpoint: Path) -> None:
-    """Restore engine and random states. Collective; the layout must be the one that wrote the checkpoint."""
-    _collect_from(engine)
-    path, _ = engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name, load_lr_scheduler_states=False)
-    if path is None:
-        raise UserError(f"DeepSpeed could not load {checkpoint}; remove it to go on from the one before")
-    _restore_random_states(load_plain(checkpoint / _random_states_file()))
+def load(engine: DeepSpeedEngine, checkpoint: Path, same_layout: bool) -> None:
+    """Restore engine and random states. Collective.
+
+    Args:
+        same_layout: whether this layout wrote the checkpoint, so that DeepSpeed itself can load it.
+    """
+    if same_layout:
+        _collect_from(engine)
+        path, _ = engine.load_checkpoint(
+            str(checkpoint.parent), tag=checkpoint.name, load_lr_scheduler_states=False
+        )
+        if path is None:
+            raise UserError(f"DeepSpeed could not load {checkpoint}; remove it to go on from the one before")
+    else:
+        reshard.load(engine, checkpoint)
+    # Ranks that the writer did not have go on from the states of those that it had, in turn.
+    written = sorted(checkpoint.glob(_RANDOM_STATES.format("*")))
+    _restore_random_states(load_plain(written[topology.rank() % len(written)]))
 
 
 def damage(checkpoint: Path) -> str | None:
@@ -213,10 +225,6 @@ def _collect_from(engine: DeepSpeedEngine) -> CollectingEngine:
     """Put our storage in the place of DeepSpeed's."""
     engine.checkpoint_engine = collector = CollectingEngine()  # pyright: ignore[reportAttributeAccessIssue]
     return collector
-
-
-def _random_states_file() -> str:
-    return f"random_states_rank{topology.rank():05d}.pt"
 
 
 def _random_states() -> dict[str, Any]:

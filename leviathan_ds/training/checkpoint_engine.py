@@ -40,14 +40,16 @@ class CollectingEngine(CheckpointEngine):
         return True
 
 
-def load_plain(path: Path, map_location: Any = "cpu") -> Any:
+def load_plain(path: Path, map_location: Any = "cpu", mmap: bool = False) -> Any:
     """What `torch.save` wrote, if it is tensors, containers, numbers and DeepSpeed's few classes.
 
     Raises UserError for a file that holds anything else, and runs nothing of it.
+
+    mmap: read only what is used, when it is used.
     """
     try:
         with torch.serialization.safe_globals(_PLAIN_CLASSES):
-            return torch.load(path, map_location=map_location, weights_only=True)
+            return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
     except UnpicklingError as error:
         raise UserError(f"{path} holds objects that no file of this trainer holds: {_essence(error)}") from None
 

@@ -29,6 +29,8 @@ _MAY_DIFFER = (
     "run.",
     "data.num_workers",
     "data.prefixes",
+    "parallel.",
+    "training.micro_batch_size",
     "training.recompute",
     "training.compile",
     "training.loss_chunk_tokens",
@@ -56,6 +58,11 @@ class Job:
     def first_step(self) -> int:
         """The step to go on from, 0 at the start."""
         return 0 if self.resume_from is None else run_directory.read_state(self.resume_from).step
+
+    @property
+    def resumes_same_layout(self) -> bool:
+        """Whether the last checkpoint was written by this layout; any other is resharded."""
+        return self.resume_from is not None and run_directory.read_state(self.resume_from).layout == self.layout
 
     @property
     def finished(self) -> bool:
@@ -105,7 +112,7 @@ def prepare(recipe: Recipe, ds_config_path: Path, run_dir: Path, world_size: int
     layout = _layout(recipe, filled, world_size)
     if resume_from is not None:
         _check_same_data(resume_from, data)
-        _check_same_layout(resume_from, layout)
+        _check_layout(resume_from, layout)
     with launch.locked(data.prefixes[0].with_name(data.prefixes[0].name + ".index_cache") / "build.lock"):
         train, validation = build_datasets(recipe.data, data, samples)
     return Job(recipe, filled, run_dir, data, train, validation, resume_from, layout, passed_over)
@@ -127,7 +134,7 @@ def without_damage(job: Job, damage: Callable[[Path], str | None]) -> Job:
         before, passed_over = _last_usable(job.run_dir, before=job.resume_from)
         if before is not None:
             _check_same_data(before, job.data)
-            _check_same_layout(before, job.layout)
+            _check_layout(before, job.layout)
         job = replace(job, resume_from=before, passed_over=(*job.passed_over, reason, *passed_over))
     return job
 
@@ -175,19 +182,24 @@ def _layout(recipe: Recipe, filled: dict[str, Any], world_size: int) -> dict[str
         "tensor_model_parallel_size": tensor_parallel,
         "data_parallel_size": world_size // tensor_parallel,
         "zero_stage": ds_config.zero_stage(filled),
+        "sub_group_size": ds_config.zero3_sub_group_size(filled),
         "offload_optimizer": ds_config.offloads_optimizer(filled),
+        "scattered_by": ds_config.scattered_by(filled),
         "precision": recipe.training.precision,
     }
 
 
-def _check_same_layout(checkpoint: Path, current: dict[str, Any]) -> None:
+def _check_layout(checkpoint: Path, current: dict[str, Any]) -> None:
+    """Refuse a change of layout that resharding cannot bridge. Raises UserError."""
     written = run_directory.read_state(checkpoint).layout
     differing = [
-        f"{key} {written.get(key)} (now {value})" for key, value in current.items() if written.get(key) != value
+        f"{key} {written.get(key)} (now {here})" for key, here in current.items() if written.get(key) != here
     ]
-    if differing:
+    scattered_by = written.get("scattered_by") or current["scattered_by"]
+    if differing and scattered_by:
         raise UserError(
-            f"{checkpoint} was written with {', '.join(differing)}; resume on the same layout, or take another "
+            f"{checkpoint} was written with {', '.join(differing)}, and under zero_optimization.{scattered_by} "
+            "DeepSpeed does not tell where a parameter's state lies; resume on the same layout, or take another "
             "--run_dir"
         )
 

@@ -50,7 +50,7 @@ def run(job: Job) -> None:
         record_start(job)
     engine, num_parameters = build_engine(recipe, job.ds_config)
     if job.resume_from is not None:
-        checkpoint.load(engine, job.resume_from)
+        checkpoint.load(engine, job.resume_from, job.resumes_same_layout)
     check_replicas(engine)
     metrics = Metrics(
         job.run_dir,
@@ -207,6 +207,8 @@ def _validator(job: Job, engine: DeepSpeedEngine, metrics: Metrics) -> Any:
 def _headline(job: Job, num_parameters: int) -> str:
     recipe = job.recipe
     start = "starting" if job.resume_from is None else f"resuming at step {job.first_step}"
+    if job.resume_from is not None and not job.resumes_same_layout:
+        start += " on another layout"
     return (
         f"{start}: {recipe.model.embedding}, {num_parameters:,} parameters, "
         f"TP {topology.tensor_parallel_size()} × DP {topology.data_parallel_size()}, "

@@ -1,0 +1,279 @@
+"""A run goes on in any other layout as if it had gone on in its own."""
+
+from __future__ import annotations
+
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.checkpoint.ds_to_universal import main as convert_by_deepspeed
+from distributed_cases import MODEL, Case
+from reshard_cases import (
+    SAVED_AT,
+    loaded_by_deepspeed,
+    resaved,
+    resharded_run,
+    restored_random_numbers,
+    undisturbed_run,
+)
+from torch import Tensor
+from workers import WorkerPool
+
+from data_prep.errors import UserError
+from leviathan_ds import run_directory
+from leviathan_ds.model.weights import full_weights as written_weights
+from leviathan_ds.parallel import registry
+from leviathan_ds.training import universal
+from leviathan_ds.training.whole_state import STATE_KEYS, open_state
+
+TOLERANCE = 1e-5  # relative, in fp32
+Saved = tuple[Path, list[float], dict[str, Tensor]]  # the checkpoint, losses after it, weights in the end
+
+
+@pytest.fixture(scope="session")
+def alone() -> Iterator[WorkerPool]:
+    pool = WorkerPool(1)
+    yield pool
+    pool.close()
+
+
+class Pools:
+    """pools[4]: the pool of that many ranks, started when first asked for."""
+
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self._request = request
+
+    def __getitem__(self, ranks: int) -> WorkerPool:
+        return self._request.getfixturevalue({1: "alone", 2: "two_ranks", 4: "four_ranks"}[ranks])
+
+
+@pytest.fixture(scope="session")
+def pools(request) -> Pools:
+    return Pools(request)
+
+
+def case_of(layout: str, **kept: Any) -> tuple[int, Case, bool]:
+    """ "tp2 dp1 zero3" → the number of ranks, the case, and whether ZeRO-3's groups are small ("zero3_small")."""
+    tp, dp, zero = layout.split()
+    small = zero.endswith("_small")
+    case = Case(tp=int(tp[2:]), zero=zero.removesuffix("_small"), **kept)
+    return case.tp * int(dp[2:]), case, small
+
+
+def full_weights(results: list[tuple[list[float], Any]]) -> dict[str, Tensor]:
+    shards = [shard for _, (dp, _, shard) in sorted(results, key=lambda result: result[1][1]) if dp == 0]
+    full = {}
+    for name in shards[0]:
+        rule = registry.rule_for(name)
+        tensor = rule.unshard([shard[name] for shard in shards])
+        full[name] = tensor[: MODEL.vocabulary] if rule.is_vocabulary else tensor
+    return full
+
+
+@pytest.fixture(scope="session")
+def saved(pools, tmp_path_factory) -> Callable[..., Saved]:
+    """saved(layout): the checkpoint of a run there, with its losses and weights after it; each is run once."""
+    runs: dict[Any, Saved] = {}
+
+    def run(layout: str, **kept: Any) -> Saved:
+        key = (layout, *kept.items())
+        if key not in runs:
+            ranks, case, small = case_of(layout, **kept)
+            folder = tmp_path_factory.mktemp("run")
+            results = pools[ranks].run(undisturbed_run, case, folder, small)
+            (checkpoint,) = run_directory.complete_checkpoints(folder)
+            runs[key] = checkpoint, results[0][0], full_weights(results)
+        return runs[key]
+
+    return run
+
+
+def check(pools, expected: Saved, after: str, tolerance: float = TOLERANCE, **kept: Any) -> None:
+    checkpoint, losses, weights = expected
+    ranks, case, small = case_of(after, **kept)
+    results = pools[ranks].run(resharded_run, case, checkpoint, small)
+    for found, _ in results:
+        assert found == pytest.approx(losses, rel=tolerance)
+    found = full_weights(results)
+    assert found.keys() == weights.keys()
+    for name, wanted in weights.items():
+        difference = (found[name] - wanted).norm() / wanted.norm().clamp(min=1e-12)
+        assert difference < 10 * tolerance, name
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tp1 dp2 zero1", "tp2 dp1 zero2"),
+        ("tp2 dp1 zero2", "tp1 dp4 zero3_small"),
+        ("tp1 dp4 zero3_small", "tp2 dp2 zero1"),
+        ("tp2 dp2 zero3", "tp1 dp2 zero1"),
+        ("tp1 dp2 zero1", "tp2 dp2 zero3_small"),
+        ("tp2 dp1 zero2", "tp1 dp1 zero0"),
+        ("tp1 dp1 zero0", "tp2 dp1 zero1"),
+        ("tp1 dp1 zero0", "tp1 dp2 zero2_offload"),
+        ("tp1 dp2 zero2_offload", "tp2 dp1 zero3"),
+        ("tp2 dp1 zero2", "tp1 dp2 zero3_offload"),
+    ],
+)
+def test_goes_on_in_another_layout(pools, saved, before, after):
+    check(pools, saved(before), after)
+
+
+def test_dense_tied_goes_on_in_another_layout(pools, saved):
+    """The table is the head's weight and is sharded over the vocabulary, whose padding changes with it."""
+    dense = {"embedding": "dense_tied"}
+    check(pools, saved("tp1 dp2 zero3", **dense), "tp2 dp1 zero2", **dense)
+
+
+def test_bf16_goes_on_in_another_layout(pools, saved):
+    """From float32 weights and moments; the sums of bf16 products differ with the layout."""
+    bf16 = {"precision": "bf16"}
+    check(pools, saved("tp1 dp2 zero1", **bf16), "tp2 dp1 zero3", tolerance=8e-4, **bf16)
+
+
+LAYOUTS = [
+    f"tp{tp} dp{dp} {zero}"
+    for tp, dp in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4))
+    for zero in ("zero1", "zero2", "zero3")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", LAYOUTS)
+def test_every_pair(pools, saved, before, after):
+    check(pools, saved(before), after)
+
+
+def test_there_and_back_is_bitwise(pools, saved, tmp_path):
+    """Taken over and saved at once: every element of weights and moments is where it was."""
+    checkpoint, _, _ = saved("tp2 dp2 zero3")
+    ranks, case, _ = case_of("tp1 dp2 zero1")
+    pools[ranks].run(resaved, case, checkpoint, tmp_path)
+    (there,) = run_directory.complete_checkpoints(tmp_path)
+    before, after = open_state(checkpoint), open_state(there)
+    assert after.adam_steps == before.adam_steps == SAVED_AT
+    assert sorted(after.names) == sorted(before.names)
+    for name in before.names:
+        for key in STATE_KEYS:
+            wanted, found = before.tensor(name, key), after.tensor(name, key)
+            if registry.rule_for(name).is_vocabulary:
+                assert wanted.shape[0] > found.shape[0], "the padding should differ"
+                wanted = wanted[: found.shape[0]]
+            assert torch.equal(found, wanted), (name, key)
+            assert key != "exp_avg_sq" or found.any(), "moments should be at work"
+
+
+def test_new_ranks_take_random_states_in_turn(pools, saved):
+    checkpoint, _, _ = saved("tp1 dp2 zero1")
+    for path in checkpoint.glob("random_states_rank*.pt"):  # what nothing in training does: ranks that differ
+        states = torch.load(path, weights_only=True)
+        states["torch"] = torch.Generator().manual_seed(int(path.stem[-1])).get_state()
+        torch.save(states, path)
+    ranks, case, _ = case_of("tp2 dp2 zero1")
+    expected = [torch.rand((), generator=torch.Generator().manual_seed(seed)).item() for seed in (0, 1, 0, 1)]
+    assert pools[ranks].run(restored_random_numbers, case, checkpoint) == list(enumerate(expected))
+
+
+# ---- DeepSpeed's universal format ----
+
+
+@pytest.fixture(scope="module")
+def converted(saved, tmp_path_factory) -> tuple[Path, Saved]:
+    """The universal form of a checkpoint of TP 2 × DP 2, and that run."""
+    run = saved("tp2 dp2 zero1")
+    return universal.convert(run[0], tmp_path_factory.mktemp("universal") / "run"), run
+
+
+def test_a_failed_conversion_leaves_nothing_and_a_killed_one_does_not_matter(saved, tmp_path, monkeypatch):
+    checkpoint, _, _ = saved("tp2 dp2 zero1")
+    output = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(universal, "_write_states", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            universal.convert(checkpoint, output)
+    assert list(tmp_path.iterdir()) == []
+    leftover = tmp_path / "run.partial" / "checkpoints"
+    leftover.mkdir(parents=True)
+    (leftover / "half").write_text("of a kill")
+    universal.convert(checkpoint, output)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert not list(output.rglob("half")) and not list(output.rglob("*.partial"))
+    with pytest.raises(UserError, match=r"--output .*run exists"):
+        universal.convert(checkpoint, output)
+
+
+def test_goes_on_from_the_universal_format(pools, converted):
+    written, (checkpoint, losses, weights) = converted
+    assert run_directory.incompleteness(written) is None
+    check(pools, (written, losses, weights), "tp1 dp2 zero3")
+    there = dict(written_weights(checkpoint))
+    assert all(torch.equal(weight, there[name]) for name, weight in written_weights(written))
+
+
+def test_deepspeed_reads_our_universal_format(pools, converted):
+    """At TP 2 DeepSpeed's own loader cuts each tensor as the registry does."""
+    written, _ = converted
+    ranks, case, _ = case_of("tp2 dp1 zero1")
+    whole = open_state(written)
+    for rank, states in enumerate(pools[ranks].run(loaded_by_deepspeed, case, written)):
+        assert sorted(states) == sorted(whole.names)
+        for name, found in states.items():
+            rule = registry.rule_for(name)
+            for key in STATE_KEYS:
+                full = whole.tensor(name, key)
+                wanted = rule.shard(rule.padded(full, rule.full_shape(found[key].shape, 2)), rank, 2)
+                assert torch.equal(found[key], wanted), (name, key)
+
+
+def patterns() -> dict[str, Any]:
+    """What DeepSpeed's converter must be told of the model, from the registry."""
+
+    def of(wanted: Callable[[registry.ParameterRule], bool]) -> list[str]:
+        # Of the generator's model: a pattern without a parameter is an error of the converter's.
+        return [rule.pattern for rule in registry.RULES if rule.component != "embedding" and wanted(rule)]
+
+    return {
+        "universal_checkpoint_version": 0.2,
+        "original_vocab_size": MODEL.vocabulary,
+        "vocabulary_parameter_patterns": of(lambda rule: rule.is_vocabulary),
+        "tp_replicated_parameter_patterns": of(lambda rule: rule.shard_dim is None),
+        "parameter_with_row_parallelism_patterns": of(lambda rule: rule.shard_dim == 1),
+        "parameter_with_2_sub_params_cat_dim_0": of(lambda rule: rule.num_stacked == 2),
+        "parameter_to_average_patterns": [],
+        "pipeline_replicated_parameter_patterns": [],
+    }
+
+
+@pytest.mark.parametrize("layout", ["tp2 dp2 zero1", "tp2 dp2 zero3"])
+def test_deepspeeds_converter_writes_the_same(saved, tmp_path, layout):
+    checkpoint, _, _ = saved(layout)
+    ours = universal.convert(checkpoint, tmp_path / "ours")
+    copy = tmp_path / "copy"
+    shutil.copytree(checkpoint, copy)
+    for path in copy.glob("*_model_states.pt"):
+        states = torch.load(path, weights_only=False)
+        states |= {"universal_checkpoint_info": patterns(), "iteration": SAVED_AT}
+        states["module"] = {k: v for k, v in (states["module"] or {}).items() if v is not None}
+        torch.save(states, path)
+    options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    theirs = tmp_path / "theirs"
+    convert_by_deepspeed(
+        Namespace(input_folder=str(copy), output_folder=str(theirs), inject_missing_state=False, **options)
+    )
+    folders = sorted(path.parent.name for path in theirs.glob("zero/*/fp32.pt"))
+    assert folders == sorted(path.name for path in (ours / "zero").iterdir())
+    for name in folders:
+        for key in STATE_KEYS:
+            found = torch.load(ours / "zero" / name / f"{key}.pt")
+            wanted = torch.load(theirs / "zero" / name / f"{key}.pt", weights_only=False)
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(torch.as_tensor(found[k]), torch.as_tensor(wanted[k])) for k in found), name
+        step = theirs / "zero" / name / "step.pt"
+        if step.is_file():
+            assert torch.load(step) == torch.load(ours / "zero" / name / "step.pt") == SAVED_AT
