@@ -50,9 +50,10 @@ def main(arguments: list[str]) -> None:
     checked = job.prepare(recipe, Path(options.ds_config), run_dir, environment.world_size)
     # One start at a time in a run directory, on whatever machines: rank 0 holds it.
     with claimed(run_dir / run_directory.LOCK) if environment.rank == 0 else nullcontext():
-        loop.run(checked)
+        code = loop.run(checked)
     # Not after a failure: the other ranks may be waiting in a collective, and leaving would wait for them.
     topology.shutdown()
+    sys.exit(code)
 
 
 def quiet_libraries() -> None:

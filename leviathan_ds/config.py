@@ -285,6 +285,10 @@ class RunConfig:
     """What is compared with a checkpoint's manifest before it is loaded. sizes: do not read the files twice."""
     replica_check_interval: int = 100
     """Steps between comparisons of replicated parameters; 0: start only."""
+    distributed_timeout_minutes: float = 10.0
+    """A collective, or a step, that takes longer ends the job with the place where each rank stands."""
+    exit_duration_minutes: float | None = None
+    """Save and exit (code 75) when a rank is this old; null: never."""
     wandb: WandbMode = "off"
     wandb_project: str = "leviathan"
     tensorboard: bool = False
@@ -298,6 +302,35 @@ class RunConfig:
         for name in ("replica_check_interval", "keep_every_steps"):
             _require(getattr(self, name) >= 0, f"run.{name} must not be negative")
         _require(all(step >= 1 for step in self.profile_steps), "run.profile_steps count from 1")
+        _require(self.distributed_timeout_minutes > 0, "run.distributed_timeout_minutes must be positive")
+        _require(
+            self.exit_duration_minutes is None or self.exit_duration_minutes > 0,
+            "run.exit_duration_minutes must be positive, or null for no limit",
+        )
+
+
+@dataclass(frozen=True)
+class FaultsConfig:
+    """What happens at a step that must not count: a loss or gradient that is not finite, or a loss spike.
+
+    Such a step changes neither weights nor moments and is counted; its data are not trained on.
+    """
+
+    loss_spike_zscore: float | None = None
+    """Skip a step whose loss lies this many standard deviations above the mean of the window; null: never."""
+    loss_spike_window: int = 128
+    """Steps that counted, to compare with; until there are so many no step is a spike."""
+    max_consecutive_skips: int = 10
+    """After so many in a row the run rolls back, or ends with a report (code 65)."""
+    max_rollbacks: int = 0
+    """Times that a run may load its last checkpoint from before such a row and go on with the data after it."""
+
+    def __post_init__(self) -> None:
+        zscore = self.loss_spike_zscore
+        _require(zscore is None or zscore > 0, "faults.loss_spike_zscore must be positive, or null for never")
+        _require(self.loss_spike_window >= 2, "faults.loss_spike_window must be at least 2 steps")
+        _require(self.max_consecutive_skips >= 1, "faults.max_consecutive_skips must be at least 1")
+        _require(self.max_rollbacks >= 0, "faults.max_rollbacks must not be negative")
 
 
 @dataclass(frozen=True)
@@ -309,6 +342,7 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
 
     def __post_init__(self) -> None:
         tp = self.parallel.tensor_model_parallel_size

@@ -8,6 +8,7 @@ RUN/wandb_id                 of the run's one wandb run, where wandb is on
 RUN/tensorboard/             where run.tensorboard is on
 RUN/traces/                  torch profiler traces of run.profile_steps
 RUN/metrics.jsonl            one line per step and per validation
+RUN/faults.jsonl             one line per skipped step: why, and its samples; per rollback; per stop
 RUN/summary.json             what the run reached
 RUN/lock                     held by the job that trains here
 RUN/checkpoints/step_00000100/     written aside, renamed when whole
@@ -27,7 +28,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ class TrainerState:
     layout: dict[str, Any]  # tensor and data parallel sizes, ZeRO stage, precision
     data_fingerprints: list[str]
     wandb_id: str | None
+    guard: dict[str, Any] = field(default_factory=dict)  # training/faults.StepGuard.state
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -205,7 +205,7 @@ def component_norms_run(case: Case) -> dict[str, Any]:
 
     for micro_batches in batches(case):
         # A vanishing learning rate: the gradients of all steps are those of the initial weights.
-        train_step(engine, iter(micro_batches), len(micro_batches), 1e-30, torch.device("cpu"), note)
+        train_step(engine, iter(micro_batches), len(micro_batches), 1e-30, torch.device("cpu"), on_gradients=note)
         norm = engines.global_grad_norm(engine)
         whole.append(None if norm is None else float(norm))
     engine.destroy()
@@ -234,9 +234,9 @@ def single_process_component_norms(case: Case) -> list[dict[str, float]]:
     return norms
 
 
-def replica_run(case: Case, perturb: bool = False) -> list[tuple[str, float]]:
-    """Train; return the replicated parameters that then differ between the tensor-parallel ranks."""
-    from leviathan_ds.parallel import ds_config, registry
+def replica_run(case: Case) -> dict[str, list[int]]:
+    """Train; return the parameters whose replicas then differ, with the ranks."""
+    from leviathan_ds.parallel import ds_config
     from leviathan_ds.parallel import engine as engines
     from leviathan_ds.training import loop
     from leviathan_ds.training.step import train_step
@@ -246,12 +246,10 @@ def replica_run(case: Case, perturb: bool = False) -> list[tuple[str, float]]:
     recipe = case.recipe(topology.data_parallel_size())
     path = CONFIGS / f"{case.zero}.json"
     config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
-    if perturb and topology.tensor_parallel_rank() == 1:
-        recipe = replace(recipe, training=replace(recipe.training, seed=recipe.training.seed + 1))
     engine, _ = loop.build_engine(recipe, config)
     for micro_batches in batches(case):
         train_step(engine, iter(micro_batches), len(micro_batches), 1e-2, torch.device("cpu"))
-    return registry.differing_replicas(engines.named_local_parameters(engine))
+    return engines.differing_replicas(engine)
 
 
 def memory_run(case: Case, marks: tuple[int, ...]) -> list[tuple[int, int]]:

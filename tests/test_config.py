@@ -13,6 +13,7 @@ from data_prep.errors import UserError
 from leviathan_ds import config
 from leviathan_ds.config import (
     DataConfig,
+    FaultsConfig,
     GeneratorConfig,
     ModelConfig,
     ParallelConfig,
@@ -133,6 +134,12 @@ BAD_VALUES: list[tuple[type, dict[str, Any], str]] = [
     (RunConfig, {"replica_check_interval": -1}, "run.replica_check_interval"),
     (RunConfig, {"profile_steps": (3, 0)}, "run.profile_steps"),
     (RunConfig, {"keep_every_steps": -1}, "run.keep_every_steps"),
+    (RunConfig, {"distributed_timeout_minutes": 0}, "run.distributed_timeout_minutes"),
+    (RunConfig, {"exit_duration_minutes": 0}, "run.exit_duration_minutes"),
+    (FaultsConfig, {"loss_spike_zscore": 0}, "faults.loss_spike_zscore"),
+    (FaultsConfig, {"loss_spike_window": 1}, "faults.loss_spike_window"),
+    (FaultsConfig, {"max_consecutive_skips": 0}, "faults.max_consecutive_skips"),
+    (FaultsConfig, {"max_rollbacks": -1}, "faults.max_rollbacks"),
 ]
 
 

@@ -325,6 +325,12 @@ def test_bf16_without_zero_is_refused() -> None:
     assert all(fill({"zero_optimization": {"stage": stage}}, BF16) for stage in (1, 2, 3))
 
 
+@pytest.mark.parametrize("key", ["bf16.check_grad_overflow", "zero_optimization.compute_grad_norm"])
+def test_what_would_let_a_gradient_that_is_not_finite_through_is_refused(key: str) -> None:
+    assert f"{key} is false, and DeepSpeed would apply" in refusal(fill, nested_raw(key, False))
+    assert fill(nested_raw(key, True))
+
+
 def test_explicit_values_of_others_stay() -> None:
     zero = {"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": 2000}
     filled = fill({"zero_optimization": zero, "steps_per_print": 3, "wall_clock_breakdown": True})

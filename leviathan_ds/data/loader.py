@@ -5,6 +5,8 @@ b micro-batch, s sequence length, m distinct ids.
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from leviathan_ds.data.sampler import GlobalBatchSampler
+from leviathan_ds.parallel.watchdog import ignore_stop_signals
 
 
 @dataclass(frozen=True)
@@ -54,4 +57,18 @@ def loader(dataset: Any, sampler: GlobalBatchSampler | list[list[int]], num_work
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if num_workers else None,
+        worker_init_fn=_shield_worker,
     )
+
+
+def _shield_worker(_: int) -> None:
+    """The launcher and Slurm send a request to stop to every process of a rank; only the rank is to act on it."""
+    ignore_stop_signals()
+
+
+@atexit.register
+def _end_workers() -> None:
+    """What multiprocessing sends to the workers of a rank that fails is such a signal, and then it waits."""
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()

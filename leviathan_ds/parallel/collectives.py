@@ -70,9 +70,9 @@ def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
 
 
 def _group_name(ranks: list[int]) -> Group:
-    if ranks == dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()):
+    if ranks == dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()):  # pyright: ignore[reportArgumentType]
         return "tp"
-    if ranks == dist.get_process_group_ranks(parallel_state.get_data_parallel_group()):
+    if ranks == dist.get_process_group_ranks(parallel_state.get_data_parallel_group()):  # pyright: ignore[reportArgumentType]
         return "dp"
     raise RuntimeError(f"a collective over ranks {ranks}, neither a data-parallel nor a tensor-parallel group")
 

@@ -146,6 +146,12 @@ def fill(values: dict[str, Any], recipe: Recipe, world_size: int, path: Path) ->
             f"ds_config {path}: bf16 with ZeRO stage 0 computes a wrong gradient norm under tensor parallelism; "
             "use stage 1 or higher, or training.precision fp32"
         )
+    for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
+        if filled.get(section, {}).get(key) is False:
+            raise UserError(
+                f"ds_config {path}: {section}.{key} is false, and DeepSpeed would apply a gradient that is not "
+                "finite; remove the key"
+            )
     _refuse_leftover_auto(filled, path)
     filled.setdefault("steps_per_print", 1 << 30)  # the loop prints
     return filled

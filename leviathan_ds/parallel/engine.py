@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.ops import __compatible_ops__
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from data_prep.errors import UserError
 from leviathan_ds.config import ParallelConfig, TrainingConfig
-from leviathan_ds.parallel import ds_config, launch, registry
+from leviathan_ds.parallel import ds_config, launch, registry, topology
 from leviathan_ds.parallel.mpu import MegatronMpu
 
 # On CPU DeepSpeed would compile a shared-memory collective at first use, a minute or more; a process killed
@@ -98,6 +99,52 @@ def named_local_parameters(engine: DeepSpeedEngine) -> Iterator[tuple[str, Tenso
     for name, parameter in module.named_parameters():
         with gathered(parameter, engine) as whole:
             yield name, whole.detach()
+
+
+def differing_replicas(engine: DeepSpeedEngine) -> dict[str, list[int]]:
+    """Parameters whose replicas differ, and the ranks that deviate. Collective; the same on every rank.
+
+    Under ZeRO-3 partitions are compared where they lie: nothing is gathered.
+    """
+    partitioned = engine.zero_optimization_stage() == 3
+
+    def held(parameter: Any) -> Tensor:
+        if not partitioned:
+            return parameter
+        partition = parameter.ds_tensor
+        start = topology.data_parallel_rank() * partition.numel()
+        return partition[: max(0, parameter.ds_numel - start)]  # the rest is padding, never written
+
+    named = ((name, held(parameter)) for name, parameter in cast(nn.Module, engine.module).named_parameters())
+    return registry.differing_replicas(named, data_parallel_replicas=not partitioned)
+
+
+def step(engine: DeepSpeedEngine) -> None:
+    """DeepSpeed's step, in which a gradient that is not finite changes neither weights nor moments.
+
+    From stage 1 on DeepSpeed looks at the gradient itself, which is its one wait for the device in a step; here
+    stage 0 does too. `engine.was_step_applied()` and `engine.skipped_steps` tell, alike on all ranks.
+    """
+    if not engine.is_gradient_accumulation_boundary():
+        engine.step()
+        return
+    optimizer: Any = engine.optimizer
+    if engine.zero_optimization_stage() > 0:
+        engine.step()
+        if not engine.was_step_applied() and engine.zero_optimization_stage() < 3:
+            # In bf16 with an offloaded optimizer DeepSpeed keeps these and would add the next gradients to them.
+            for group in getattr(optimizer, "averaged_gradients", {}):
+                optimizer.averaged_gradients[group] = None
+        return
+    gradients = [p.grad for p in cast(nn.Module, engine.module).parameters() if p.grad is not None]
+    broken = (~torch.isfinite(torch.nn.utils.get_total_norm(gradients))).float()
+    dist.all_reduce(broken, op=dist.ReduceOp.MAX)
+    optimizer.overflow = bool(broken)  # by this DeepSpeed's own optimizers report a skipped step
+    if optimizer.overflow:
+        optimizer.step = lambda: None
+    engine.step()
+    if optimizer.overflow:
+        del optimizer.step
 
 
 def _build_cpu_adam() -> None:

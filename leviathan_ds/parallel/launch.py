@@ -19,6 +19,13 @@ import psutil
 
 from data_prep.errors import UserError
 
+# How a rank ends, beside 0 (done) and 1 (a traceback); docs/faults.md.
+EXIT_MISTAKE = 2
+EXIT_DIVERGED = 65  # too many skipped steps in a row: the same start would meet them again
+EXIT_STOPPED = 75  # saved on request (a signal, run.exit_duration_minutes): the same command goes on
+EXIT_HUNG = 124  # the watchdog's, as timeout(1) has it
+EXIT_INTERRUPTED = 130
+
 # DeepSpeed's launcher looks at its ranks once a second; a rank may also be seconds behind its neighbours.
 _SPEAK_UP_AFTER_S = 20.0
 
@@ -113,7 +120,7 @@ def quiet_interrupts() -> None:
 def exit_interrupted() -> NoReturn:
     """End this rank after Ctrl-C: one line, exit code 130, without waiting for ranks that are gone."""
     print("stopped; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
-    os._exit(130)
+    os._exit(EXIT_INTERRUPTED)
 
 
 def exit_with(error: UserError) -> NoReturn:
@@ -125,7 +132,7 @@ def exit_with(error: UserError) -> NoReturn:
     if LaunchEnvironment.read().local_rank != 0:
         time.sleep(_SPEAK_UP_AFTER_S)
     print(f"error: {error}", file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(EXIT_MISTAKE)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from leviathan_ds.config import ParallelConfig
+from leviathan_ds.parallel import topology
 
 Component = Literal["generator", "embedding", "body", "head"]
 
@@ -182,23 +183,57 @@ def optimizer_groups(
     ]
 
 
-def differing_replicas(named_tensors: Iterator[tuple[str, Tensor]]) -> list[tuple[str, float]]:
-    """Replicated parameters that are not bitwise equal over the tensor-parallel ranks.
+def differing_replicas(
+    named_tensors: Iterable[tuple[str, Tensor]], data_parallel_replicas: bool
+) -> dict[str, list[int]]:
+    """Parameters whose replicas are not bitwise equal, each with the ranks that deviate from most others.
 
-    Collective over the tensor-parallel group. Returns (name, largest difference) pairs, the same on every
-    rank of the group.
+    Every tensor is read twice where it lies, and 8 bytes of it travel. Collective over all ranks; returns the
+    same on every rank.
+
+    Args:
+        named_tensors: what this rank holds of every parameter, in the same order on all ranks.
+        data_parallel_replicas: whether data-parallel ranks hold the same (ZeRO below 3) or each their own
+            partition, which then only its tensor-parallel peers can repeat.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return []
-    differing = []
-    for name, tensor in named_tensors:
+    names, checksums = zip(*((name, bit_checksum(tensor)) for name, tensor in named_tensors), strict=True)
+    ours = torch.stack([checksum.to(topology.device()) for checksum in checksums])  # offloaded ones too
+    every = [torch.empty_like(ours) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, ours)
+    found = torch.stack(every).cpu()  # [ranks, parameters]
+    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
+    ranks = torch.arange(len(found))
+    differing = {}
+    for column, name in enumerate(names):
+        # Ranks with the same number hold the same: neighbours share a data-parallel rank (topology.initialize).
+        holds = torch.zeros_like(ranks)
+        if not data_parallel_replicas:
+            holds += ranks // tensor_parallel * tensor_parallel
         if rule_for(name).shard_dim is not None:
-            continue
-        # min and max in one reduction: max(-x) = -min(x)
-        bounds = torch.stack([tensor.detach().float(), -tensor.detach().float()])
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-        spread = (bounds[0] + bounds[1]).max()
-        if not spread.item() == 0:  # also when it is NaN
-            differing.append((name, spread.item()))
+            holds += ranks % tensor_parallel
+        deviating = []
+        for replicas in (ranks[holds == number] for number in holds.unique()):
+            values, counts = found[replicas, column].unique(return_counts=True)
+            usual = values[counts.argmax()]
+            if len(values) > 1:  # of two that differ, nobody can say which is right
+                tie = counts.max() * 2 <= len(replicas)
+                deviating += (replicas if tie else replicas[found[replicas, column] != usual]).tolist()
+        if deviating:
+            differing[name] = sorted(deviating)
     return differing
+
+
+def bit_checksum(tensor: Tensor) -> Tensor:
+    """An int64 scalar of a tensor's bits, on its device; one changed element changes it, so does a swap of two.
+
+    Sums of integers, weighted by row and by column: exact, so that their order cannot matter.
+    """
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    rows = tensor.shape[0] if tensor.dim() > 1 else 1
+    bits = tensor.detach().contiguous().view(integer).reshape(rows, tensor.numel() // rows)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for dim, multiplier in ((1, 0x5851F42D4C957F2D), (0, 0x14057B7EF767814F)):
+        sums = bits.sum(dim, dtype=torch.int64)
+        weights = (torch.arange(len(sums), device=sums.device) * 2 + 1) * multiplier  # odd, so never a zero factor
+        total = total + (sums * (weights ^ (weights >> 29))).sum()
+    return total

@@ -16,8 +16,6 @@ from megatron.core.tensor_parallel import random as megatron_random
 
 from leviathan_ds.parallel.launch import LaunchEnvironment
 
-# DeepSpeed's default of 30 minutes keeps a whole cluster waiting for one dead rank.
-COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 # Ranks wait in it for the slowest disk. A rank that dies is noticed at once, by its closed connection.
 _BACKGROUND_TIMEOUT = datetime.timedelta(hours=2)
 
@@ -34,21 +32,25 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def initialize(tensor_model_parallel_size: int) -> None:
+def initialize(tensor_model_parallel_size: int, timeout_minutes: float = 10.0) -> None:
     """Start torch.distributed under the launcher (or alone) and build Megatron's process groups.
 
     Collective over all ranks. Ranks of one tensor-parallel group are neighbours, so that TP stays in a node.
+    A collective of any group, gloo's and NCCL's, fails after timeout_minutes.
     """
     environment = LaunchEnvironment.read()
     if torch.cuda.is_available():
         torch.cuda.set_device(environment.local_rank)
     else:
         _prepare_cpu(environment)
-    _initialize_process_group(environment)
+    _initialize_process_group(environment, datetime.timedelta(minutes=timeout_minutes))
     if parallel_state.model_parallel_is_initialized() and tensor_parallel_size() == tensor_model_parallel_size:
         return  # groups are never freed while the world lives: each of them keeps threads and sockets
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_model_parallel_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        distributed_timeout_minutes=timeout_minutes,  # pyright: ignore[reportArgumentType]
+    )
     # Sequence parallelism forks Megatron's CUDA generator around the layers. Nothing here is random after
     # initialisation (no dropout), so the tracker that leaves generators alone is the right one everywhere.
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
@@ -63,7 +65,7 @@ def _prepare_cpu(environment: LaunchEnvironment) -> None:
         torch.set_num_threads(max(1, cores // environment.local_world_size))
 
 
-def _initialize_process_group(environment: LaunchEnvironment) -> None:
+def _initialize_process_group(environment: LaunchEnvironment, timeout: datetime.timedelta) -> None:
     if dist.is_initialized():
         return
     if environment.world_size == 1:
@@ -71,7 +73,7 @@ def _initialize_process_group(environment: LaunchEnvironment) -> None:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=0, world_size=1)
     else:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=COLLECTIVE_TIMEOUT)
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timeout)
 
 
 def shutdown() -> None:

@@ -60,8 +60,10 @@ class Checkpoints:
         complete = run_directory.complete_checkpoints(run_dir)
         self._passed_over = {path.name for path in complete if run_directory.step_of(path) > resume_step}
 
-    def save(self, state: TrainerState) -> None:
+    def save(self, state: TrainerState, rotates: bool = True) -> None:
         """Begin to write a checkpoint of this moment; the next step may follow at once.
+
+        rotates: whether older ones may go for it.
 
         A checkpoint that cannot be written is reported, and the run goes on; with run.stop_on_failed_save it is
         a UserError, on all ranks alike, here or at the next call.
@@ -74,10 +76,10 @@ class Checkpoints:
             content = self._content(final)
             if self._recipe.run.async_save:
                 # No daemon: when the training fails, the interpreter still waits for the save.
-                self._thread = Thread(target=self._write, args=(final, content, state), name="checkpoint")
+                self._thread = Thread(target=self._write, args=(final, content, state, rotates), name="checkpoint")
                 self._thread.start()
                 return
-            self._write(final, content, state)
+            self._write(final, content, state, rotates)
             self._memory = writer.HostMemory()
         else:
             self._report(state.step)
@@ -133,15 +135,15 @@ class Checkpoints:
                 weights[name] = self._memory.hold(whole)
         return weights if writes else None
 
-    def _write(self, final: Path, content: dict[str, Any], state: TrainerState) -> None:
+    def _write(self, final: Path, content: dict[str, Any], state: TrainerState, rotates: bool) -> None:
         """Write this rank's files; rank 0 commits when all ranks have. Collective, in any one thread."""
         try:
-            self._failure = self._written(final, content, state)
+            self._failure = self._written(final, content, state, rotates)
         except Exception as error:  # another rank is gone, and so is this run
             self._failure = writer.reason(error)
         self._report(state.step)
 
-    def _written(self, final: Path, content: dict[str, Any], state: TrainerState) -> str | None:
+    def _written(self, final: Path, content: dict[str, Any], state: TrainerState, rotates: bool) -> str | None:
         files: dict[str, tuple[int, int]] = {}
 
         def write_files() -> None:
@@ -162,12 +164,12 @@ class Checkpoints:
         failure = next((failed for _, failed in ranks if failed is not None), None)
         if topology.rank() == 0:
             failure = failure or writer.attempt(commit)
-            if failure is None:
+            if failure is None and rotates:
                 every = self._recipe.run
                 kept = (every.keep_checkpoints, every.keep_every_steps, self._passed_over)
                 if left := writer.attempt(lambda: writer.rotate(self._run_dir, *kept)):
                     self._say(f"an old checkpoint could not be removed: {left}")
-            else:
+            if failure is not None:
                 shutil.rmtree(writer.temporary_folder(final), ignore_errors=True)
         return self._first_of_all_ranks(failure)
 

@@ -24,9 +24,11 @@ from leviathan_ds.config import Recipe
 from leviathan_ds.data.dataset import CheckedData, build_datasets, check_data
 from leviathan_ds.parallel import ds_config, launch
 
-# Differences between a run's first recipe and today's that change neither weights nor sample order.
+# Differences between a run's first recipe and today's that change neither weights (faults.*: after a healthy
+# step) nor sample order.
 _MAY_DIFFER = (
     "run.",
+    "faults.",
     "data.num_workers",
     "data.prefixes",
     "parallel.",

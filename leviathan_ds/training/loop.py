@@ -18,11 +18,13 @@ from leviathan_ds.data.loader import loader
 from leviathan_ds.data.sampler import GlobalBatchSampler
 from leviathan_ds.model.initialization import initialize_weights
 from leviathan_ds.model.language_model import LanguageModel
-from leviathan_ds.parallel import ds_config, registry, topology
+from leviathan_ds.parallel import ds_config, launch, registry, topology
 from leviathan_ds.parallel import engine as engines
 from leviathan_ds.parallel.gradients import component_norms
+from leviathan_ds.parallel.watchdog import Watchdog
 from leviathan_ds.training import checkpoint
 from leviathan_ds.training.evaluate import Evaluation, evaluate, token_bytes, validation_batches
+from leviathan_ds.training.faults import StepGuard
 from leviathan_ds.training.generator_health import generator_health
 from leviathan_ds.training.job import Job, without_damage, write_run_dir
 from leviathan_ds.training.metrics import Metrics
@@ -33,17 +35,20 @@ from leviathan_ds.training.step import train_step
 from leviathan_ds.training.step_log import StepLog
 
 
-def run(job: Job) -> None:
-    """Train a job to its last step, from its last checkpoint if it has one. Collective over all ranks."""
+def run(job: Job) -> int:
+    """Train a job to its last step, from its last checkpoint if it has one. Collective over all ranks.
+
+    Returns the exit code: 0, or EXIT_STOPPED or EXIT_DIVERGED of parallel/launch.py.
+    """
     recipe = job.recipe
-    topology.initialize(recipe.parallel.tensor_model_parallel_size)
+    topology.initialize(recipe.parallel.tensor_model_parallel_size, recipe.run.distributed_timeout_minutes)
     _check_same_start(job)
     if recipe.run.verify_checkpoints == "checksums":
         job = without_damage(job, checkpoint.damage)
     if job.finished:
         if topology.rank() == 0:
             print(f"{job.run_dir} is done: all {recipe.training.train_steps} steps were trained, nothing to do")
-        return
+        return 0
     state = None if job.resume_from is None else run_directory.read_state(job.resume_from)
     if topology.rank() == 0:
         write_run_dir(job)
@@ -62,9 +67,12 @@ def run(job: Job) -> None:
         settings={**dataclasses.asdict(recipe), "ds_config": job.ds_config, "parameters": num_parameters},
     )
     try:
-        _train(job, engine, metrics, num_parameters)
+        with Watchdog(60 * recipe.run.distributed_timeout_minutes) as watchdog:
+            code = _train(job, engine, metrics, num_parameters, watchdog)
     finally:
         metrics.close()
+    topology.barrier()  # the launcher kills all ranks as soon as one has left with a code
+    return code
 
 
 def _check_same_start(job: Job) -> None:
@@ -94,17 +102,17 @@ def build_engine(recipe: Recipe, config: dict[str, Any]) -> tuple[DeepSpeedEngin
 
 
 def check_replicas(engine: DeepSpeedEngine) -> None:
-    """Stop when replicated parameters differ between TP ranks. Collective."""
-    differing = registry.differing_replicas(engines.named_local_parameters(engine))
+    """Stop, on all ranks alike, when what should be equal over ranks is not. Collective."""
+    differing = engines.differing_replicas(engine)
     if differing:
-        name, spread = differing[0]
+        name, ranks = next(iter(differing.items()))
         raise RuntimeError(
-            f"replicas differ between TP ranks: {name} by {spread:g}, and {len(differing) - 1} others; "
-            "this checkpoint or this machine is not to be trusted"
+            f"replicas differ: {name} on rank {', '.join(map(str, ranks))}, and {len(differing) - 1} other "
+            "parameters; this checkpoint or this machine is not to be trusted"
         )
 
 
-def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: int) -> None:
+def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: int, watchdog: Watchdog) -> int:
     training, every, device = job.recipe.training, job.recipe.run, topology.device()
     sampler = GlobalBatchSampler(
         job.first_step,
@@ -126,11 +134,22 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
             f"{job.data.vocab_size:,} ids; the rows between them are never trained on"
         )
     if job.first_step == 0:
-        initial = validate(0)
+        with watchdog.paused():
+            initial = validate(0)
         if topology.rank() == 0:
             run_directory.update_summary(job.run_dir, initial_val_loss=initial.loss, parameters=num_parameters)
 
     tokens_per_step = training.global_batch_size * job.recipe.data.sequence_length
+    guard = StepGuard(
+        job.recipe.faults,
+        sampler,
+        watchdog,
+        every.exit_duration_minutes,
+        job.run_dir,
+        job.layout,
+        metrics,
+        {} if job.resume_from is None else run_directory.read_state(job.resume_from).guard,
+    )
     log = StepLog(metrics, tokens_per_step, training.train_steps, _utilization(job.recipe))
     batches = log.waits_for(batches)
 
@@ -138,24 +157,33 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
         log.add_component_norms(component_norms(engine))
 
     for step in range(job.first_step, training.train_steps):
-        lr = learning_rate(step, training)
         done = step + 1
-        last = done == training.train_steps
-        saves = done % every.save_interval == 0 or last
-        logs = done % every.log_interval == 0 or saves
+        last, due = done == training.train_steps, done % every.save_interval == 0
+        logs = last or due or done % every.log_interval == 0
+        lr = learning_rate(step, training)
         with traced(job.run_dir, done, every.profile_steps, log):
             on_gradients = note_component_norms if logs else None
-            loss = train_step(engine, batches, job.num_passes, lr, device, on_gradients)
+            loss = train_step(engine, batches, job.num_passes, lr, device, guard, on_gradients)
         log.add(loss, lr, engines.global_grad_norm(engine))
-        if logs:
-            log.flush(
-                done, engine.skipped_steps
-            )  # before a save, so that a diverged step never becomes a checkpoint
+        guard.settle(engine, step)
+        watchdog.beat(done)
+        rolled_back = False
+        if guard.gave_up:
+            with watchdog.paused():
+                checkpoints.wait()
+                rolled_back = guard.roll_back(engine, done)
+            if not rolled_back:
+                log.flush(done, guard.skipped_steps)
+                return launch.EXIT_DIVERGED
+        stops = guard.stop_reason is not None and not last
+        saves = due or last or stops or rolled_back
+        if logs or saves:
+            log.flush(done, guard.skipped_steps)
         if every.replica_check_interval and done % every.replica_check_interval == 0:
-            with log.paused():
+            with log.paused(), watchdog.paused():
                 check_replicas(engine)
-        if done % every.eval_interval == 0 or last:
-            with log.paused():
+        if (done % every.eval_interval == 0 and not stops) or last:
+            with log.paused(), watchdog.paused():
                 evaluation = validate(done)
         if last and topology.rank() == 0:  # before the last checkpoint: its presence means finished
             run_directory.update_summary(
@@ -164,17 +192,29 @@ def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: 
                 bits_per_byte=evaluation.bits_per_byte,
                 tokens_per_s=log.mean_tokens_per_s,
                 data_wait_share=log.data_wait_share,
-                skipped_steps=engine.skipped_steps,
+                skipped_steps=guard.skipped_steps,
                 steps=done,
                 consumed_tokens=done * tokens_per_step,
             )
         if saves:
             state = run_directory.TrainerState(
-                done, done * training.global_batch_size, job.layout, job.data.fingerprints, metrics.wandb_id
+                done,
+                done * training.global_batch_size,
+                job.layout,
+                job.data.fingerprints,
+                metrics.wandb_id,
+                guard.state(),
             )
-            with log.paused():
-                checkpoints.save(state)
-    checkpoints.finish()
+            with log.paused(), watchdog.paused():
+                checkpoints.save(state, rotates=not guard.consecutive_skips)
+        if stops:
+            with watchdog.paused():
+                checkpoints.finish()
+            metrics.say(f"stopping after step {done}: {guard.stop_reason}; saved, the same command goes on")
+            return launch.EXIT_STOPPED
+    with watchdog.paused():
+        checkpoints.finish()
+    return 0
 
 
 def _utilization(recipe: Recipe) -> Callable[[float], float | None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from leviathan_ds.data.loader import Batch
 from leviathan_ds.model.embedding import DistinctIds
 from leviathan_ds.parallel import engine as engines
+from leviathan_ds.training.faults import StepGuard
 
 
 def mean_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
@@ -27,10 +28,12 @@ def train_step(
     num_passes: int,
     lr: float,
     device: torch.device,
+    guard: StepGuard | None = None,
     on_gradients: Callable[[], None] | None = None,
 ) -> Tensor:
     """Run one optimizer step; returns this rank's mean loss as a device scalar.
 
+    A guard may turn the step into one that changes nothing, by the factor that it gives the last loss.
     on_gradients is called when the step's gradient is complete and the optimizer has not used it yet.
 
     DeepSpeed owns accumulation (it divides by num_passes and steps at the last one): two backward calls
@@ -38,12 +41,14 @@ def train_step(
     """
     for group in engines.parameter_groups(engine):
         group["lr"] = lr * group["lr_scale"]
-    total = torch.zeros((), device=device)
-    for i in range(num_passes):
+    losses: list[Tensor] = []
+    for _ in range(num_passes):
         loss = mean_loss(engine, next(batches).to(device))
+        losses.append(loss.detach())
+        if guard is not None and len(losses) == num_passes:
+            loss = loss * guard.vote(torch.stack(losses))
         engine.backward(loss)
-        if on_gradients is not None and i == num_passes - 1:
+        if on_gradients is not None and len(losses) == num_passes:
             on_gradients()
-        engine.step()
-        total += loss.detach()
-    return total / num_passes
+        engines.step(engine)
+    return torch.stack(losses).mean()

@@ -76,12 +76,11 @@ class StepLog:
     def flush(self, done: int, skipped_steps: int = 0) -> None:
         """Record every step up to `done`, losses averaged over the data-parallel ranks. Collective.
 
-        Columns of the whole interval (rates, memory, waiting, norms by component) are the last step's alone.
+        Columns of the whole interval (rates, memory, waiting, norms by component) are the last step's alone. The
+        mean loss on the console is that of finite losses; a skipped step's need not be one.
 
         Args:
             skipped_steps: those whose update was left out, since the run's first start.
-
-        Raises FloatingPointError, on all ranks alike, when a loss is not finite.
         """
         values, norms, component_norms, waited_s, memory_bytes = self._fetch()
         engines.synchronize()
@@ -101,7 +100,8 @@ class StepLog:
             "data_wait_share": waited_s / seconds,
             "skipped_steps": skipped_steps,
         }
-        summary = {**records[-1], "loss": sum(values) / len(values)}
+        finite = [value for value in values if math.isfinite(value)]
+        summary = {**records[-1], "loss": sum(finite) / len(finite) if finite else math.nan}
         remaining_s = (self._train_steps - done) * self._tokens_per_step / tokens_per_s
         self._metrics.steps(records, summary, remaining_s)
         self._total_s, self._total_steps = self._total_s + seconds, self._total_steps + len(values)
@@ -109,12 +109,6 @@ class StepLog:
         self._steps.clear()
         self._component_norms = {}
         self._lap_start, self._paused_s, self._waited_s = time.perf_counter(), 0.0, 0.0
-        for record in records:
-            if not math.isfinite(record["loss"]):
-                raise FloatingPointError(
-                    f"the loss of step {record['step']} is {record['loss']}; earlier checkpoints are healthy: "
-                    "lower training.lr or look at the data, and start again"
-                )
 
     def _fetch(self) -> tuple[list[float], list[float | None], dict[str, float], float, float]:
         """Losses, norms, norms by component, the longest wait and the most memory of any rank: one transfer."""

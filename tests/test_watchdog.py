@@ -1,0 +1,208 @@
+"""The watchdog of a rank and the supervisor of a job, on processes that stand for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from data_prep.errors import UserError
+from leviathan_ds.parallel.launch import EXIT_DIVERGED, EXIT_HUNG, EXIT_MISTAKE, EXIT_STOPPED
+from leviathan_ds.parallel.supervision import Supervisor, run_dir_of
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = 60  # for what takes seconds
+
+
+def python(code: str) -> subprocess.Popen:
+    prelude = "import sys, time, os, signal, ctypes\nfrom leviathan_ds.parallel.watchdog import Watchdog\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", prelude + code],
+        cwd=ROOT,
+        env={**os.environ, "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_rank_that_hangs_says_where_and_ends():
+    hung = python(
+        "def wait_for_a_dead_peer():\n"
+        "    signal.pause()\n"
+        "with Watchdog(1.0) as watchdog:\n"
+        "    watchdog.beat(7)\n"
+        "    wait_for_a_dead_peer()\n"
+    )
+    _, error = hung.communicate(timeout=LIMIT_S)
+    assert hung.returncode == EXIT_HUNG
+    assert error.startswith("rank 3 on ") and " after step 7 hangs: no step was finished in " in error
+    assert "run.distributed_timeout_minutes" in error.splitlines()[0]
+    assert "wait_for_a_dead_peer" in error
+
+
+def test_a_rank_that_holds_the_interpreters_lock_ends_too():
+    """ctypes.PyDLL keeps the lock during the call: no other Python thread gets a turn."""
+    hung = python("with Watchdog(0.5):\n    ctypes.PyDLL(None).sleep(300)\n")
+    _, error = hung.communicate(timeout=LIMIT_S)
+    assert hung.returncode == 1
+    assert "Timeout" in error and 'File "<string>"' in error
+
+
+def test_steps_and_long_phases_do_not_trip_it():
+    fine = python(
+        "with Watchdog(2.0) as watchdog:\n"
+        "    for step in range(4):\n"
+        "        time.sleep(1.0)\n"
+        "        watchdog.beat(step)\n"
+        "    with watchdog.paused():\n"
+        "        time.sleep(3.5)\n"
+        "    time.sleep(1.0)\n"
+    )
+    _, error = fine.communicate(timeout=LIMIT_S)
+    assert (fine.returncode, error) == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_to_stop_is_heard_while_no_python_runs(number):
+    """pthread_join of a blocked C call keeps the main thread out of the interpreter; the thread still hears."""
+    asked = python(
+        "import threading\n"
+        "with Watchdog(600) as watchdog:\n"
+        "    def tell():\n"
+        "        while watchdog.stop_signal is None: time.sleep(0.01)\n"
+        "        os.write(1, watchdog.stop_signal.encode())\n"
+        "        os._exit(0)\n"
+        "    threading.Thread(target=tell).start()\n"
+        "    print('ready', flush=True)\n"
+        "    ctypes.CDLL(None).sem_wait(ctypes.create_string_buffer(64))\n"
+    )
+    assert asked.stdout is not None
+    assert asked.stdout.readline() == "ready\n"
+    asked.send_signal(number)
+    assert asked.communicate(timeout=LIMIT_S)[0] == number.name
+
+
+def test_when_a_neighbour_is_dead_a_blocked_rank_ends_at_the_launchers_signal(tmp_path):
+    """Without waiting the 30 s that DeepSpeed's launcher gives each rank."""
+    launcher = python(
+        "import subprocess\n"
+        "alive = subprocess.Popen(['sleep', '600'])\n"
+        "blocked = subprocess.Popen([sys.executable, '-c', 'import signal, time\\n"
+        "from leviathan_ds.parallel.watchdog import Watchdog\\n"
+        "with Watchdog(600):\\n    print(1, flush=True)\\n    while True: time.sleep(600)'], stdout=-1)\n"
+        "blocked.stdout.readline()\n"
+        "blocked.terminate()\n"
+        "time.sleep(3)\n"
+        "print(blocked.poll(), flush=True)\n"  # both there: a preemption, which ends nothing by itself
+        "alive.kill(); alive.wait()\n"
+        "print(blocked.wait(), flush=True)\n",
+    )
+    output, error = launcher.communicate(timeout=LIMIT_S)
+    assert output.split() == ["None", str(128 + signal.SIGTERM)], error
+    assert "ends with its node's other ranks" in error
+
+
+# ---- the supervisor ----
+
+JOB = """
+import os, pathlib, subprocess, sys, time
+run_dir = pathlib.Path(sys.argv[sys.argv.index('--run_dir') + 1])
+attempts = run_dir.parent / 'attempts'
+with attempts.open('a') as file: file.write('x')
+attempt = len(attempts.read_text())
+def meet():
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / 'recipe.yaml').write_text(str(attempt))
+"""
+
+
+def supervise(tmp_path: Path, code: str, auto_restart: int = 2, timeout_s: float = 600) -> tuple[int, int]:
+    """Exit code and number of attempts of a Python script as the job; signal handlers as before."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    command = [sys.executable, "-c", JOB + code, "--run_dir", str(tmp_path / "run")]
+    result = Supervisor(command, tmp_path / "run", auto_restart, timeout_s, delay_s=0.0).run()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return result, len((tmp_path / "attempts").read_text())
+
+
+def test_a_fault_is_restarted_until_the_job_is_done(tmp_path, capfd):
+    assert supervise(tmp_path, "meet(); sys.exit(0 if attempt == 3 else 247)") == (0, 3)
+    assert capfd.readouterr().err.splitlines() == [
+        "supervise: the job ended with code 247; restart 1 of 2 in 0 s",
+        "supervise: the job ended with code 247; restart 2 of 2 in 0 s",
+    ]
+
+
+def test_restarts_run_out(tmp_path, capfd):
+    assert supervise(tmp_path, "meet(); os.kill(os.getpid(), 9)") == (128 + 9, 3)
+    assert "no restart: all 2 restarts are used" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("code", [EXIT_MISTAKE, EXIT_DIVERGED, EXIT_STOPPED])
+def test_what_a_restart_would_not_mend_is_not_restarted(tmp_path, code):
+    assert supervise(tmp_path, f"sys.exit({code})") == (code, 1)
+
+
+def test_ranks_that_never_meet_are_killed_whole_and_restarted(tmp_path, capfd):
+    """The launcher and a grandchild that ignores SIGTERM; the second attempt meets."""
+    code = (
+        "if attempt == 2: meet(); sys.exit(0)\n"
+        "stubborn = 'import os, signal, time; signal.signal(15, signal.SIG_IGN); "
+        'open(os.environ["PIDFILE"], "w").write(str(os.getpid())); time.sleep(600)\'\n'
+        "subprocess.run([sys.executable, '-c', stubborn], env={**os.environ, 'PIDFILE': str(run_dir) + '.pid'})\n"
+    )
+    assert supervise(tmp_path, code, timeout_s=5.0) == (0, 2)
+    assert "the ranks have not met in 0.0833333 minutes" in capfd.readouterr().err
+    assert not psutil.pid_exists(int((tmp_path / "run.pid").read_text()))
+
+
+def test_a_launcher_that_dies_and_leaves_ranks_is_a_fault(tmp_path, capfd):
+    """DeepSpeed's runner ends with 0 when its child was killed by a signal."""
+    code = (
+        "meet()\n"
+        "if attempt == 1:\n"
+        "    rank = ['sleep', '600']\n"
+        "    subprocess.Popen(rank, env={**os.environ, 'LOCAL_RANK': '0'}, stdout=subprocess.DEVNULL)\n"
+    )
+    assert supervise(tmp_path, code) == (0, 2)
+    assert "the launcher is gone and left its ranks behind" in capfd.readouterr().err
+
+
+def test_a_request_to_stop_goes_to_the_ranks_and_ends_the_restarts(tmp_path):
+    """Slurm's SIGUSR1, to everyone: the launcher ignores it, the rank takes it and ends with 75."""
+    rank = "import signal, sys; signal.signal(10, lambda *_: sys.exit(75)); print(1, flush=True); signal.pause()"
+    code = JOB + (
+        "meet()\n"
+        f"rank = subprocess.Popen([sys.executable, '-c', {rank!r}], stdout=subprocess.PIPE,\n"
+        "    env={**os.environ, 'LOCAL_RANK': '0'})\n"
+        "rank.stdout.readline()\n"
+        "print('up', flush=True)\n"
+        "sys.exit(rank.wait())\n"
+    )
+    script = [sys.executable, str(ROOT / "launchers" / "supervise.py"), "--auto_restart", "5", "--"]
+    command = [*script, sys.executable, "-c", code, "--run_dir", str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        assert job.stdout is not None
+        assert job.stdout.readline() == "up\n"
+        for child in psutil.Process(job.pid).children():
+            child.send_signal(signal.SIGUSR1)
+        job.send_signal(number)
+        _, error = job.communicate(timeout=LIMIT_S)
+        assert job.returncode == EXIT_STOPPED, error
+        assert "no restart: asked to stop" in error
+
+
+def test_the_run_directory_is_read_from_the_command():
+    assert run_dir_of(["deepspeed", "x.py", "--run_dir", "runs/a"]) == Path("runs/a")
+    assert run_dir_of(["deepspeed", "x.py", "--run_dir=runs/a"]) == Path("runs/a")
+    with pytest.raises(UserError, match="no --run_dir"):
+        run_dir_of(["deepspeed", "x.py"])
