@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from leviathan_ds.parallel.launch import (
     exit_with,
     locked,
     quiet_interrupts,
+    quiet_libraries,
     share_cores_politely,
 )
 
@@ -54,16 +52,6 @@ def main(arguments: list[str]) -> None:
     # Not after a failure: the other ranks may be waiting in a collective, and leaving would wait for them.
     topology.shutdown()
     sys.exit(code)
-
-
-def quiet_libraries() -> None:
-    """Warnings about missing GPU kernels and informative chatter say nothing to act on."""
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns when it has to find that out
-    warnings.filterwarnings("ignore")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
 if __name__ == "__main__":

@@ -185,6 +185,19 @@ def estimate_memory(recipe: Recipe, data_parallel_size: int, zero_stage: ZeroSta
     )
 
 
+def checkpoint_bytes(recipe: Recipe, zero_stage: int) -> int:
+    """Bytes of one checkpoint over all ranks, estimated: small files and pickle's framing are left out.
+
+    N parameters of a tensor-parallel rank, e bytes of the training precision: t times e·N of plain weights, and
+    in DeepSpeed's files e·N of weights below ZeRO-3, and the optimizer's fp32 master and two moments, 12·N (8·N
+    without ZeRO, which has no master).
+    """
+    tp = recipe.parallel.tensor_model_parallel_size
+    element = element_bytes(recipe.training.precision)
+    weights = element * (2 if zero_stage < 3 else 1)
+    return tp * parameters_per_rank(recipe.model, tp) * (weights + (8 if zero_stage == 0 else 12))
+
+
 def element_bytes(precision: Precision) -> int:
     """Bytes of an element of weights, gradients and activations in training."""
     return 2 if precision == "bf16" else 4

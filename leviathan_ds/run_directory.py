@@ -40,6 +40,7 @@ METRICS, SUMMARY, WANDB_ID = "metrics.jsonl", "summary.json", "wandb_id"
 FAULTS = "faults.jsonl"
 STARTS, TENSORBOARD, TRACES = "starts.jsonl", "tensorboard", "traces"
 LOCK = "lock"
+PROBE = ".probe_"  # begins the name of a file that is there while nodes look whether they share the directory
 CHECKPOINTS, MANIFEST, TRAINER_STATE = "checkpoints", "manifest.json", "trainer_state.json"
 
 _BLOCK_BYTES = 1 << 22

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -510,3 +512,46 @@ def logged_run(_: int) -> dict[str, Any]:
     log.add(torch.tensor(2 * ours), 0.2, None)
     log.flush(8)
     return vars(recorder)
+
+
+def examined(
+    run_dirs: list[Path], wrong_rank: int | None = None, clock_ahead_s: float = 0.0, starting: bool = False
+) -> Any:
+    """The doctor's findings where each rank plays a node of its own, and sees its own run directory.
+
+    Args:
+        wrong_rank: gets sums with one element off.
+        clock_ahead_s: of rank 1.
+    """
+    import os
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from leviathan_ds.doctor import examination
+    from leviathan_ds.doctor.facts import Plan
+    from leviathan_ds.parallel import ds_config
+
+    topology.initialize(1)
+    rank = topology.rank()
+    recipe = Case(zero="zero1").recipe(topology.data_parallel_size())
+    path = CONFIGS / "zero1.json"
+    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
+
+    all_reduce_right = torch.distributed.all_reduce
+
+    def all_reduce(values: Tensor) -> None:
+        all_reduce_right(values)
+        values[5] += rank == wrong_rank
+
+    def now() -> float:
+        return time.time() + clock_ahead_s * rank
+
+    clock = SimpleNamespace(time=now, monotonic=time.monotonic, perf_counter=time.perf_counter, sleep=time.sleep)
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_RANK": "0", "LOCAL_SIZE": "1"}),
+        mock.patch.object(examination, "_PROBE_VISIBLE_WITHIN_S", 0.5),
+        mock.patch.object(examination.dist, "all_reduce", all_reduce) if wrong_rank is not None else nullcontext(),
+        mock.patch.object(examination, "time", clock),
+        mock.patch.object(examination, "_BANDWIDTH_BYTES", 1 << 20),
+    ):
+        return examination.examination(Plan(recipe, run_dirs[rank], config, ("f" * 64,)), starting)

@@ -21,7 +21,7 @@ from distributed_cases import (
     saved_once,
 )
 
-from leviathan_ds import run_directory
+from leviathan_ds import accounting, run_directory
 from leviathan_ds.training import checkpoint_writer as writer
 
 
@@ -35,6 +35,7 @@ def test_resume_is_bitwise(two_ranks, tmp_path, zero, tp, sequence_parallel):
         assert weights_equal
     folders = [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()]
     assert folders == ["step_00000002"], "only the last one is kept, and nothing is left aside"
+    assert_estimated_size(case, tmp_path)
 
 
 @pytest.mark.parametrize("zero", ["zero0", "zero2", "zero3", "zero3_offload"])
@@ -48,11 +49,20 @@ def test_resume_of_a_blocking_save_is_bitwise(two_ranks, tmp_path, zero):
 @pytest.mark.parametrize("zero", ["zero1", "zero2", "zero3"])
 def test_resume_is_bitwise_in_bf16(two_ranks, tmp_path, zero):
     """The float32 master weights are in the checkpoint, not only the rounded ones."""
-    for undisturbed, resumed, weights_equal in two_ranks.run(
-        resumed_run, Case(zero=zero, precision="bf16"), tmp_path
-    ):
+    case = Case(zero=zero, precision="bf16")
+    for undisturbed, resumed, weights_equal in two_ranks.run(resumed_run, case, tmp_path):
         assert resumed == undisturbed
         assert weights_equal
+    assert_estimated_size(case, tmp_path)
+
+
+def assert_estimated_size(case: Case, folder) -> None:
+    """What the doctor holds against the free disk is what is written, small files aside."""
+    files = [path for path in (folder / "checkpoints" / "step_00000002").rglob("*") if path.is_file()]
+    written = sum(path.stat().st_size for path in files if not path.name.startswith("random_states"))
+    assert accounting.checkpoint_bytes(case.recipe(2 // case.tp), int(case.zero[4])) == pytest.approx(
+        written, rel=0.1
+    )
 
 
 def checkpoint(folder, step: int, **files: str):

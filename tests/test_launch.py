@@ -1,4 +1,4 @@
-"""What the launcher's environment says, the hostfile, locks of killed holders, and how a rank ends."""
+"""What the launcher's environment says, locks of killed holders, and how a rank ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from data_prep.errors import UserError
 from leviathan_ds.parallel import launch
 from leviathan_ds.parallel.launch import LaunchEnvironment
 
-CHECK = "from leviathan_ds.parallel.launch import check_hostfile; check_hostfile(); print('went on')"
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -40,54 +39,6 @@ def test_environment_of_each_launcher(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert LaunchEnvironment.read() == expected
-
-
-# ---- hostfile ----
-
-
-def under_launcher(folder: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run check_hostfile as the grandchild of a script with this name and these arguments."""
-    launcher = folder / name
-    launcher.write_text(
-        "import subprocess, sys\n"
-        f"sys.exit(subprocess.run([sys.executable, '-c', {CHECK!r}], cwd='/', check=False).returncode)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    return subprocess.run(
-        [sys.executable, str(launcher), *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--hostfile", "missing"], ["--hostfile=missing"], ["-H", "missing"], ["-Hmissing"], ["--host", "missing"]],
-)
-def test_missing_hostfile_is_refused(tmp_path: Path, arguments: list[str]) -> None:
-    result = under_launcher(tmp_path, "deepspeed", *arguments, "train.py")
-    assert result.returncode != 0
-    assert f"--hostfile {tmp_path / 'missing'} does not exist" in result.stderr
-    assert "went on" not in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        ("deepspeed", ["--hostfile", "hosts", "train.py"]),  # relative to the launcher's folder
-        ("deepspeed", ["train.py"]),
-        ("deepspeed", ["train.py", "-H", "missing"]),  # the script's own option
-        ("runner.py", ["--num_gpus", "2", "train.py"]),
-        ("other", ["--hostfile", "missing"]),
-    ],
-)
-def test_whatever_is_no_missing_hostfile_goes_on(tmp_path: Path, name: str, arguments: list[str]) -> None:
-    (tmp_path / "hosts").write_text("worker-1 slots=8\n")
-    result = under_launcher(tmp_path, name, *arguments)
-    assert (result.returncode, result.stdout) == (0, "went on\n"), result.stderr
 
 
 # ---- lock ----

@@ -9,13 +9,12 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
-
-import psutil
 
 from data_prep.errors import UserError
 
@@ -62,53 +61,14 @@ def share_cores_politely() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def check_hostfile() -> None:
-    """Refuse a --hostfile that does not exist.
+def quiet_libraries() -> None:
+    """Leave out warnings about missing GPU kernels and chatter that says nothing to act on. Imports torch."""
+    import torch
 
-    DeepSpeed only warns and trains on this node alone, so the command line of the launcher above this
-    process is read. Raises UserError naming the file.
-    """
-    for ancestor in psutil.Process().parents():
-        try:
-            arguments = ancestor.cmdline()
-        except psutil.Error:
-            continue
-        launcher = next((i for i, argument in enumerate(arguments[:4]) if _is_launcher(argument)), None)
-        if launcher is None:
-            continue
-        given = _hostfile_option(arguments[launcher + 1 :])
-        if given is not None:
-            hostfile = _working_directory(ancestor) / given
-            if not hostfile.is_file():
-                raise UserError(
-                    f"--hostfile {hostfile} does not exist; DeepSpeed would train on this node alone. "
-                    "Give a file with lines such as `worker-1 slots=8`, or leave the option out"
-                )
-        return
-
-
-def _is_launcher(argument: str) -> bool:
-    return Path(argument).name in {"deepspeed", "ds", "runner.py"} or argument == "deepspeed.launcher.runner"
-
-
-def _hostfile_option(arguments: list[str]) -> str | None:
-    """The hostfile on a launcher's command line, in any spelling that its argparse takes."""
-    for index, argument in enumerate(arguments):
-        if argument.endswith(".py"):
-            return None  # the user's script; what follows is its own
-        name, equals, value = argument.partition("=")
-        if name == "-H" or (len(name) > 3 and "--hostfile".startswith(name)):
-            return value if equals else arguments[index + 1]
-        if argument.startswith("-H"):
-            return argument[2:]
-    return None
-
-
-def _working_directory(process: psutil.Process) -> Path:
-    try:
-        return Path(process.cwd())
-    except psutil.Error:  # another user's, or gone: the launcher hands its own on
-        return Path.cwd()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns when it has to find that out
+    warnings.filterwarnings("ignore")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 
 
 def quiet_interrupts() -> None:

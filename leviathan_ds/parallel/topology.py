@@ -14,6 +14,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as megatron_random
 
+from data_prep.errors import UserError
+from leviathan_ds.parallel import rendezvous
 from leviathan_ds.parallel.launch import LaunchEnvironment
 
 # Ranks wait in it for the slowest disk. A rank that dies is noticed at once, by its closed connection.
@@ -36,7 +38,8 @@ def initialize(tensor_model_parallel_size: int, timeout_minutes: float = 10.0) -
     """Start torch.distributed under the launcher (or alone) and build Megatron's process groups.
 
     Collective over all ranks. Ranks of one tensor-parallel group are neighbours, so that TP stays in a node.
-    A collective of any group, gloo's and NCCL's, fails after timeout_minutes.
+    A collective of any group, gloo's and NCCL's, fails after timeout_minutes. Raises UserError on every rank that
+    came when others do not within that time, and when they cannot connect to each other.
     """
     environment = LaunchEnvironment.read()
     if torch.cuda.is_available():
@@ -73,7 +76,21 @@ def _initialize_process_group(environment: LaunchEnvironment, timeout: datetime.
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=0, world_size=1)
     else:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timeout)
+        store = rendezvous.meet(environment, timeout)
+        try:
+            dist.init_process_group(
+                "nccl" if torch.cuda.is_available() else "gloo",
+                store=store,
+                rank=environment.rank,
+                world_size=environment.world_size,
+                timeout=timeout,
+            )
+        except RuntimeError as error:
+            raise UserError(
+                f"the ranks met, but cannot talk to each other: {str(error).strip().splitlines()[0]}; name the "
+                "network card between the nodes in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (`ip address` shows "
+                "them), and look for a firewall between their other ports"
+            ) from error
 
 
 def shutdown() -> None:

@@ -22,7 +22,7 @@ from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.config import Recipe
 from leviathan_ds.data.dataset import CheckedData, build_datasets, check_data
-from leviathan_ds.parallel import ds_config, launch
+from leviathan_ds.parallel import ds_config, hostfile, launch
 
 # Differences between a run's first recipe and today's that change neither weights (faults.*: after a healthy
 # step) nor sample order.
@@ -84,7 +84,7 @@ def check_configuration(recipe: Recipe, ds_config_path: Path, world_size: int) -
     """
     from leviathan_ds.parallel import engine
 
-    launch.check_hostfile()
+    hostfile.check_hostfile()
     if recipe.training.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         raise UserError(
             "training.compile needs a C++ compiler, and there is neither $CXX nor g++; install g++ or "
@@ -156,9 +156,11 @@ def _last_usable(run_dir: Path, before: Path | None = None) -> tuple[Path | None
 def _check_run_dir(run_dir: Path, recipe: Recipe) -> None:
     path = run_dir / run_directory.RECIPE
     if not path.is_file():
-        # A start that was killed while it wrote the recipe leaves a partial file, its lock and nothing else.
-        ours = {partial_path(path), run_dir / run_directory.LOCK}
-        if run_dir.exists() and (not run_dir.is_dir() or not ours.issuperset(run_dir.iterdir())):
+        # A start that was killed while it looked for shared disks or wrote the recipe leaves no more than this.
+        ours = (partial_path(path).name, run_directory.PROBE, run_directory.LOCK)
+        if run_dir.exists() and (
+            not run_dir.is_dir() or any(not f.name.startswith(ours) for f in run_dir.iterdir())
+        ):
             raise UserError(f"{run_dir} exists and is not a run of this trainer; choose another --run_dir")
         above = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):

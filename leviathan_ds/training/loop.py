@@ -16,6 +16,7 @@ from leviathan_ds import accounting, run_directory
 from leviathan_ds.config import Recipe
 from leviathan_ds.data.loader import loader
 from leviathan_ds.data.sampler import GlobalBatchSampler
+from leviathan_ds.doctor import examination, facts
 from leviathan_ds.model.initialization import initialize_weights
 from leviathan_ds.model.language_model import LanguageModel
 from leviathan_ds.parallel import ds_config, launch, registry, topology
@@ -42,6 +43,7 @@ def run(job: Job) -> int:
     """
     recipe = job.recipe
     topology.initialize(recipe.parallel.tensor_model_parallel_size, recipe.run.distributed_timeout_minutes)
+    examination.require_fit(facts.Plan(recipe, job.run_dir, job.ds_config, tuple(job.data.fingerprints)))
     _check_same_start(job)
     if recipe.run.verify_checkpoints == "checksums":
         job = without_damage(job, checkpoint.damage)
