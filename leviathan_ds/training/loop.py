@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def run(job: Job) -> int:
     )
     try:
         with Watchdog(60 * recipe.run.distributed_timeout_minutes) as watchdog:
-            code = _train(job, engine, metrics, num_parameters, watchdog)
+            code = _Training(job, engine, metrics, num_parameters, watchdog).run()
     finally:
         metrics.close()
     topology.barrier()  # the launcher kills all ranks as soon as one has left with a code
@@ -114,109 +115,147 @@ def check_replicas(engine: DeepSpeedEngine) -> None:
         )
 
 
-def _train(job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: int, watchdog: Watchdog) -> int:
-    training, every, device = job.recipe.training, job.recipe.run, topology.device()
-    sampler = GlobalBatchSampler(
-        job.first_step,
-        training.train_steps,
-        training.global_batch_size,
-        training.micro_batch_size,
-        topology.data_parallel_rank(),
-        topology.data_parallel_size(),
-    )
-    batches = iter(loader(job.train_dataset, sampler, job.recipe.data.num_workers))
-    validate = _validator(job, engine, metrics)
-    checkpoints = checkpoint.Checkpoints(engine, job.run_dir, job.recipe, job.first_step, metrics.say)
-    for reason in job.passed_over:
-        metrics.say(f"passing over a checkpoint: {reason}")
-    metrics.say(_headline(job, num_parameters))
-    if job.recipe.model.vocabulary > job.data.vocab_size:
-        metrics.say(
-            f"note: model.vocab_size is {job.recipe.model.vocabulary:,}, the tokenizer has "
-            f"{job.data.vocab_size:,} ids; the rows between them are never trained on"
+class _Training:
+    """The steps of one start, and what happens between them. All methods are collective.
+
+    No phase but the steps themselves may look like a hang to the watchdog or like slow training in the log: such
+    phases run inside `_between_steps`.
+    """
+
+    def __init__(
+        self, job: Job, engine: DeepSpeedEngine, metrics: Metrics, num_parameters: int, watchdog: Watchdog
+    ) -> None:
+        training = job.recipe.training
+        self._job, self._engine, self._metrics, self._watchdog = job, engine, metrics, watchdog
+        self._num_parameters = num_parameters
+        self._steps, self._every = training.train_steps, job.recipe.run
+        self._tokens_per_step = training.global_batch_size * job.recipe.data.sequence_length
+        sampler = GlobalBatchSampler(
+            job.first_step,
+            training.train_steps,
+            training.global_batch_size,
+            training.micro_batch_size,
+            topology.data_parallel_rank(),
+            topology.data_parallel_size(),
         )
-    if job.first_step == 0:
-        with watchdog.paused():
-            initial = validate(0)
-        if topology.rank() == 0:
-            run_directory.update_summary(job.run_dir, initial_val_loss=initial.loss, parameters=num_parameters)
+        state = None if job.resume_from is None else run_directory.read_state(job.resume_from)
+        self._guard = StepGuard(
+            job.recipe.faults,
+            sampler,
+            watchdog,
+            self._every.exit_duration_minutes,
+            job.run_dir,
+            job.layout,
+            metrics,
+            {} if state is None else state.guard,
+        )
+        self._log = StepLog(metrics, self._tokens_per_step, self._steps, _utilization(job.recipe))
+        self._batches = self._log.waits_for(iter(loader(job.train_dataset, sampler, job.recipe.data.num_workers)))
+        self._validate = _validator(job, engine, metrics)
+        self._checkpoints = checkpoint.Checkpoints(engine, job.run_dir, job.recipe, job.first_step, metrics.say)
 
-    tokens_per_step = training.global_batch_size * job.recipe.data.sequence_length
-    guard = StepGuard(
-        job.recipe.faults,
-        sampler,
-        watchdog,
-        every.exit_duration_minutes,
-        job.run_dir,
-        job.layout,
-        metrics,
-        {} if job.resume_from is None else run_directory.read_state(job.resume_from).guard,
-    )
-    log = StepLog(metrics, tokens_per_step, training.train_steps, _utilization(job.recipe))
-    batches = log.waits_for(batches)
-
-    def note_component_norms() -> None:
-        log.add_component_norms(component_norms(engine))
-
-    for step in range(job.first_step, training.train_steps):
-        done = step + 1
-        last, due = done == training.train_steps, done % every.save_interval == 0
-        logs = last or due or done % every.log_interval == 0
-        lr = learning_rate(step, training)
-        with traced(job.run_dir, done, every.profile_steps, log):
-            on_gradients = note_component_norms if logs else None
-            loss = train_step(engine, batches, job.num_passes, lr, device, guard, on_gradients)
-        log.add(loss, lr, engines.global_grad_norm(engine))
-        guard.settle(engine, step)
-        watchdog.beat(done)
-        rolled_back = False
-        if guard.gave_up:
-            with watchdog.paused():
-                checkpoints.wait()
-                rolled_back = guard.roll_back(engine, done)
-            if not rolled_back:
-                log.flush(done, guard.skipped_steps)
+    def run(self) -> int:
+        """Train to the end, or until the guard says stop; returns the exit code."""
+        self._announce()
+        if self._job.first_step == 0:
+            with self._between_steps():
+                initial = self._validate(0)
+            self._summarize(initial_val_loss=initial.loss, parameters=self._num_parameters)
+        for step in range(self._job.first_step, self._steps):
+            done = step + 1
+            last, save_due = done == self._steps, done % self._every.save_interval == 0
+            logs = last or save_due or done % self._every.log_interval == 0
+            self._step(step, logs)
+            rolled_back = self._guard.gave_up and self._roll_back(done)
+            if self._guard.gave_up:  # still
+                self._log.flush(done, self._guard.skipped_steps)
                 return launch.EXIT_DIVERGED
-        stops = guard.stop_reason is not None and not last
-        saves = due or last or stops or rolled_back
-        if logs or saves:
-            log.flush(done, guard.skipped_steps)
-        if every.replica_check_interval and done % every.replica_check_interval == 0:
-            with log.paused(), watchdog.paused():
-                check_replicas(engine)
-        if (done % every.eval_interval == 0 and not stops) or last:
-            with log.paused(), watchdog.paused():
-                evaluation = validate(done)
-        if last and topology.rank() == 0:  # before the last checkpoint: its presence means finished
-            run_directory.update_summary(
-                job.run_dir,
-                final_val_loss=evaluation.loss,
-                bits_per_byte=evaluation.bits_per_byte,
-                tokens_per_s=log.mean_tokens_per_s,
-                data_wait_share=log.data_wait_share,
-                skipped_steps=guard.skipped_steps,
-                steps=done,
-                consumed_tokens=done * tokens_per_step,
+            stops = self._guard.stop_reason is not None and not last
+            saves = save_due or last or stops or rolled_back
+            if logs or saves:
+                self._log.flush(done, self._guard.skipped_steps)
+            if self._every.replica_check_interval and done % self._every.replica_check_interval == 0:
+                with self._between_steps():
+                    check_replicas(self._engine)
+            if last or (done % self._every.eval_interval == 0 and not stops):
+                with self._between_steps():
+                    evaluation = self._validate(done)
+            if last:  # before the last checkpoint: its presence means finished
+                self._summarize_end(evaluation)
+            if saves:
+                self._save(done)
+            if stops:
+                self._finish_saving()
+                reason = self._guard.stop_reason
+                self._metrics.say(f"stopping after step {done}: {reason}; saved, the same command goes on")
+                return launch.EXIT_STOPPED
+        self._finish_saving()
+        return 0
+
+    def _step(self, step: int, logs: bool) -> None:
+        engine, log = self._engine, self._log
+        lr = learning_rate(step, self._job.recipe.training)
+        on_gradients = (lambda: log.add_component_norms(component_norms(engine))) if logs else None
+        with traced(self._job.run_dir, step + 1, self._every.profile_steps, log):
+            loss = train_step(
+                engine, self._batches, self._job.num_passes, lr, topology.device(), self._guard, on_gradients
             )
-        if saves:
-            state = run_directory.TrainerState(
-                done,
-                done * training.global_batch_size,
-                job.layout,
-                job.data.fingerprints,
-                metrics.wandb_id,
-                guard.state(),
+        log.add(loss, lr, engines.global_grad_norm(engine))
+        self._guard.settle(engine, step)
+        self._watchdog.beat(step + 1)
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        with self._log.paused(), self._watchdog.paused():
+            yield
+
+    def _roll_back(self, done: int) -> bool:
+        with self._between_steps():
+            self._checkpoints.wait()
+            return self._guard.roll_back(self._engine, done)
+
+    def _save(self, done: int) -> None:
+        state = run_directory.TrainerState(
+            done,
+            done * self._job.recipe.training.global_batch_size,
+            self._job.layout,
+            self._job.data.fingerprints,
+            self._metrics.wandb_id,
+            self._guard.state(),
+        )
+        with self._between_steps():
+            # In a row of skipped steps the weights are doubtful: they push no healthy checkpoint out.
+            self._checkpoints.save(state, rotates=not self._guard.consecutive_skips)
+
+    def _finish_saving(self) -> None:
+        with self._between_steps():
+            self._checkpoints.finish()
+
+    def _announce(self) -> None:
+        for reason in self._job.passed_over:
+            self._metrics.say(f"passing over a checkpoint: {reason}")
+        self._metrics.say(_headline(self._job, self._num_parameters))
+        rows, ids = self._job.recipe.model.vocabulary, self._job.data.vocab_size
+        if rows > ids:
+            self._metrics.say(
+                f"note: model.vocab_size is {rows:,}, the tokenizer has {ids:,} ids; the rows between them are "
+                "never trained on"
             )
-            with log.paused(), watchdog.paused():
-                checkpoints.save(state, rotates=not guard.consecutive_skips)
-        if stops:
-            with watchdog.paused():
-                checkpoints.finish()
-            metrics.say(f"stopping after step {done}: {guard.stop_reason}; saved, the same command goes on")
-            return launch.EXIT_STOPPED
-    with watchdog.paused():
-        checkpoints.finish()
-    return 0
+
+    def _summarize_end(self, evaluation: Evaluation) -> None:
+        self._summarize(
+            final_val_loss=evaluation.loss,
+            bits_per_byte=evaluation.bits_per_byte,
+            tokens_per_s=self._log.mean_tokens_per_s,
+            data_wait_share=self._log.data_wait_share,
+            skipped_steps=self._guard.skipped_steps,
+            steps=self._steps,
+            consumed_tokens=self._steps * self._tokens_per_step,
+        )
+
+    def _summarize(self, **values: Any) -> None:
+        if topology.rank() == 0:
+            run_directory.update_summary(self._job.run_dir, **values)
 
 
 def _utilization(recipe: Recipe) -> Callable[[float], float | None]:
