@@ -446,16 +446,19 @@ def full_disk_run(case: Case, folder: Path, async_save: bool, stop: bool) -> dic
     return {"said": said, "error": error, "steps": steps}
 
 
-def saved_once(case: Case, folder: Path) -> None:
-    """A checkpoint of step 1."""
+def saved(case: Case, folder: Path, steps: int = 1) -> list[str]:
+    """Checkpoints of the first steps, all to be kept; what rank 0 says of them."""
     from leviathan_ds import run_directory
     from leviathan_ds.training import checkpoint
 
-    engine, recipe = _tiny_engine(case)
-    checkpoints = checkpoint.Checkpoints(engine, folder, recipe)
-    checkpoints.save(run_directory.TrainerState(1, GLOBAL_BATCH, {}, [], None))
-    checkpoints.finish()
+    said: list[str] = []
+    engine, recipe = _tiny_engine(case, keep_checkpoints=steps)
+    checkpoints = checkpoint.Checkpoints(engine, folder, recipe, 0, said.append)
+    for step in range(1, steps + 1):
+        checkpoints.save(run_directory.TrainerState(step, step * GLOBAL_BATCH, {}, [], None))
+        checkpoints.wait()
     engine.destroy()
+    return said
 
 
 def damage_found(folder: Path) -> str | None:

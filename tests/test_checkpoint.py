@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from distributed_cases import (
     full_disk_run,
     refusal_of_load,
     resumed_run,
-    saved_once,
+    saved,
 )
 
 from leviathan_ds import accounting, run_directory
@@ -98,7 +99,7 @@ SHARDED = Case(tp=2, zero="zero2", sequence_parallel=True)
 @pytest.fixture(scope="module")
 def saved(two_ranks, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    two_ranks.run(saved_once, SHARDED, folder)
+    two_ranks.run(saved, SHARDED, folder)
     return folder / "checkpoints" / "step_00000001"
 
 
@@ -208,6 +209,26 @@ def torchs_way_to_fail() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
     finally:
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_really_full_disk(two_ranks, tmp_path):
+    """A file system with room for one checkpoint and a half."""
+    two_ranks.run(saved, SHARDED, tmp_path / "roomy")
+    size = sum(path.stat().st_blocks * 512 for path in (tmp_path / "roomy").rglob("*"))
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 3 // 2}", "tmpfs", small], check=True)
+    try:
+        said, _ = two_ranks.run(saved, SHARDED, small, 2)
+        assert len(said) == 1
+        assert "the checkpoint of step 2 could not be written" in said[0] and os.strerror(errno.ENOSPC) in said[0]
+        assert "step_00000001 is the last good one" in said[0]
+        assert [path.name for path in run_directory.complete_checkpoints(small)] == ["step_00000001"]
+        assert [path.name for path in (small / run_directory.CHECKPOINTS).iterdir()] == ["step_00000001"]
+        assert two_ranks.run(damage_found, small / run_directory.CHECKPOINTS / "step_00000001") == [None, None]
+    finally:
+        subprocess.run(["umount", small], check=True)
 
 
 def test_a_full_disk_is_named_with_its_file(tmp_path):
