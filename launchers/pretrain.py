@@ -24,7 +24,7 @@ from leviathan_ds.parallel.launch import (
 DEMO_RECIPE = Path(__file__).parent.parent / "recipes" / "demo.yaml"
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> int:
     environment = LaunchEnvironment.read()
     parser = recipes.build_parser(str(__doc__))
     parser.add_argument("--ds_config", type=str, required=True, help="DeepSpeed's JSON, see ds_configs/")
@@ -51,12 +51,12 @@ def main(arguments: list[str]) -> None:
         code = loop.run(checked)
     # Not after a failure: the other ranks may be waiting in a collective, and leaving would wait for them.
     topology.shutdown()
-    sys.exit(code)
+    return code
 
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        sys.exit(main(sys.argv[1:]))
     except UserError as error:
         exit_with(error)
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from jaxtyping import install_import_hook
-from workers import WorkerPool
+from workers import WorkerPools
 
 # Two cores serve this process and its workers; more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,19 +18,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 install_import_hook("leviathan_ds.model", "beartype.beartype")
 
 # ---- ranks ---------------------------------------------------------------------------------------------------
-# Started when first asked for and kept: one world of two ranks, one of four.
+# Started when first asked for and kept: worlds of two ranks and of four, one for each tensor-parallel size.
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[WorkerPool]:
-    pool = WorkerPool(2)
+def two_ranks() -> Iterator[WorkerPools]:
+    pool = WorkerPools(2)
     yield pool
     pool.close()
 
 
 @pytest.fixture(scope="session")
-def four_ranks() -> Iterator[WorkerPool]:
-    pool = WorkerPool(4)
+def four_ranks() -> Iterator[WorkerPools]:
+    pool = WorkerPools(4)
     yield pool
     pool.close()
 

@@ -446,7 +446,7 @@ def full_disk_run(case: Case, folder: Path, async_save: bool, stop: bool) -> dic
     return {"said": said, "error": error, "steps": steps}
 
 
-def saved(case: Case, folder: Path, steps: int = 1) -> list[str]:
+def saved_steps(case: Case, folder: Path, steps: int = 1) -> list[str]:
     """Checkpoints of the first steps, all to be kept; what rank 0 says of them."""
     from leviathan_ds import run_directory
     from leviathan_ds.training import checkpoint
@@ -464,6 +464,7 @@ def saved(case: Case, folder: Path, steps: int = 1) -> list[str]:
 def damage_found(folder: Path) -> str | None:
     from leviathan_ds.training import checkpoint
 
+    topology.initialize(1)
     return checkpoint.damage(folder)
 
 

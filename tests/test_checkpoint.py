@@ -19,7 +19,7 @@ from distributed_cases import (
     full_disk_run,
     refusal_of_load,
     resumed_run,
-    saved,
+    saved_steps,
 )
 
 from leviathan_ds import accounting, run_directory
@@ -99,7 +99,7 @@ SHARDED = Case(tp=2, zero="zero2", sequence_parallel=True)
 @pytest.fixture(scope="module")
 def saved(two_ranks, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    two_ranks.run(saved, SHARDED, folder)
+    two_ranks.run(saved_steps, SHARDED, folder)
     return folder / "checkpoints" / "step_00000001"
 
 
@@ -214,13 +214,13 @@ def torchs_way_to_fail() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_really_full_disk(two_ranks, tmp_path):
     """A file system with room for one checkpoint and a half."""
-    two_ranks.run(saved, SHARDED, tmp_path / "roomy")
+    two_ranks.run(saved_steps, SHARDED, tmp_path / "roomy")
     size = sum(path.stat().st_blocks * 512 for path in (tmp_path / "roomy").rglob("*"))
     small = tmp_path / "small"
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size * 3 // 2}", "tmpfs", small], check=True)
     try:
-        said, _ = two_ranks.run(saved, SHARDED, small, 2)
+        said, _ = two_ranks.run(saved_steps, SHARDED, small, 2)
         assert len(said) == 1
         assert "the checkpoint of step 2 could not be written" in said[0] and os.strerror(errno.ENOSPC) in said[0]
         assert "step_00000001 is the last good one" in said[0]

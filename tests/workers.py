@@ -57,6 +57,28 @@ class WorkerPool:
             process.kill()
 
 
+class WorkerPools:
+    """A pool for each tensor-parallel size that the arguments name, started when it is first asked for.
+
+    A world whose tensor-parallel size changes keeps the threads of all its process groups, and they are not idle.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._pools: dict[int | None, WorkerPool] = {}
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """As `WorkerPool.run`."""
+        key = next((argument.tp for argument in arguments if hasattr(argument, "tp")), None)
+        if key not in self._pools:
+            self._pools[key] = WorkerPool(self._size)
+        return self._pools[key].run(function, *arguments)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     os.environ |= {
         "RANK": str(rank),

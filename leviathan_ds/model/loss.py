@@ -137,7 +137,7 @@ def _chunk_loss(
         if grad_hidden is not None:
             torch.mm(narrow, weight, out=grad_hidden)
         if grad_weight is not None and grad_weight.dtype == narrow.dtype:
-            grad_weight.addmm_(narrow.T, hidden)
+            torch.addmm(grad_weight, narrow.T, hidden, out=grad_weight)
         elif grad_weight is not None:
             grad_weight += narrow.T @ hidden
     return (losses * loss_weights).sum()

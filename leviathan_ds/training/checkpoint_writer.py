@@ -46,7 +46,11 @@ class HostMemory:
 
     def hold_all(self, state: Any) -> Any:
         """The same for every tensor in nested containers; everything else in them is copied too."""
-        return tree_map(lambda leaf: self.hold(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf), state)
+        return tree_map(
+            lambda leaf: self.hold(leaf) if isinstance(leaf, Tensor) else copy.deepcopy(leaf),
+            state,
+            is_leaf=lambda node: isinstance(node, torch.Size),  # else it would come back as a tuple
+        )
 
 
 def temporary_folder(final: Path) -> Path:
