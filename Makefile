@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test check bench clean
 
 setup: $(STAMP)
 
@@ -26,6 +26,16 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright
+
+# About 13 minutes on two idle cores; nothing else may run. JSON lines; docs/benchmarks.md holds the last figures.
+bench: setup
+	$(BIN)/python -W ignore benchmarks/generator.py
+	$(BIN)/python -W ignore benchmarks/step.py --precision bf16
+	$(BIN)/python -W ignore benchmarks/peer.py --precision bf16 --micro_batch_size 4
+	$(BIN)/python -W ignore benchmarks/head.py --dtype bf16
+	$(BIN)/python -W ignore benchmarks/head.py --dtype bf16 --tensor_parallel 2
+	$(BIN)/python -W ignore benchmarks/checkpoint.py
+	$(BIN)/python -W ignore benchmarks/scale.py
 
 clean:
 	rm -rf .venv runs data hf
