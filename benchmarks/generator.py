@@ -1,10 +1,13 @@
 """The generator's speed and memory: distinct ids and the fused product against the plain definition.
 
-    python benchmarks/generator.py [--tokens 8192] [--repeats 5] [--device cpu]
+    python benchmarks/generator.py [--tokens 8192] [--repeats 5] [--device cpu] [--tensor_parallel 2]
 
 Zipf-distributed ids at the paper's sizes (V = 200,376, D = 512), float32, forward and backward. The arms alternate
 in one process; peak memory is taken in a fresh process for each arm. Targets: the fused arm at least 40 times as
 fast as the plain definition on the same ids, and at most 150 MB.
+
+With --tensor_parallel 2 two ranks embed the same ids: each all of them, or each its part and an all-gather, with
+the sum of the partial gradients (`parallel.split_distinct_ids`).
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ import argparse
 import statistics
 
 import torch
-from measure import alternate, in_fresh_process, peak_memory_mb, ratio, report
+from measure import alternate, in_fresh_process, on_all_ranks, peak_memory_mb, ratio, report
 
-from leviathan_ds.config import GeneratorConfig
+from leviathan_ds.config import GeneratorConfig, ModelConfig, ParallelConfig
+from leviathan_ds.model.embedding import DistinctIds, GeneratorEmbedding
 from leviathan_ds.model.generator import SplineGenerator, reference_separable_product
 from leviathan_ds.model.separable import portable_separable_product
 from leviathan_ds.model.separable_native import separable_product
+from leviathan_ds.parallel import registry
 
 VOCABULARY, HIDDEN = 200_376, 512
 PLAIN = "plain definition, every token"
@@ -63,12 +68,47 @@ def peak(name: str, tokens: int, device: str) -> float:
     return peak_memory_mb(arm)
 
 
+class RankArm:
+    """A rank's embedding of a micro-batch, forward and backward, with what tensor parallelism adds to it."""
+
+    def __init__(self, tokens: int, parallel: ParallelConfig) -> None:
+        model = ModelConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN)
+        self.embedding = GeneratorEmbedding(model, parallel)
+        with torch.no_grad():
+            for index, parameter in enumerate(self.embedding.parameters()):
+                parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(index))
+        wrapper = torch.nn.Module()
+        wrapper.embedding = self.embedding
+        registry.complete_partial_gradients(wrapper, parallel)
+        self.tokens = zipf_ids(tokens).view(-1, 512)
+        self.distinct = DistinctIds.of(self.tokens)
+
+    def __call__(self) -> None:
+        self.embedding(self.tokens, self.distinct).sum().backward()
+
+
+def time_ranks(size: int, tokens: int, repeats: int) -> dict[str, list[float]]:
+    arms = {
+        "every rank all ids": RankArm(tokens, ParallelConfig(size, split_distinct_ids=False)),
+        "ids split over ranks": RankArm(tokens, ParallelConfig(size)),
+    }
+    return alternate(arms, repeats)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tensor_parallel", type=int, default=1)
     options = parser.parse_args()
+    if options.tensor_parallel > 1:
+        size = options.tensor_parallel
+        times = on_all_ranks(size, time_ranks, size, options.tokens, options.repeats)[0]
+        for name, seconds in times.items():
+            speedup = 1 / ratio(times, name, "every rank all ids")
+            report("generator", arm=name, ranks=size, seconds=statistics.median(seconds), speedup=speedup)
+        return
     names = [name for name in PRODUCTS if options.device == "cpu" or name != "distinct ids, C kernel"]
     arms = {name: Arm(name, options.tokens, options.device) for name in names}
     distinct = len(arms[PLAIN].distinct)

@@ -10,15 +10,12 @@ peak memory at most 1/8, time at most 1.05 times, loss and gradients equal to 1e
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-from typing import Any
 
 import torch
-from measure import alternate, low_retention, peak_memory_mb, ratio, report
+from measure import alternate, on_all_ranks, peak_memory_mb, ratio, report
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from torch import multiprocessing
 
 from leviathan_ds.config import ModelConfig
 from leviathan_ds.model.loss import vocab_parallel_linear_cross_entropy
@@ -71,34 +68,16 @@ class Arm:
         return {"loss": self.loss.detach(), "hidden": self.hidden.grad, "weight": self.weight.grad}
 
 
-def _join(rank: int, options: argparse.Namespace) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.tensor_parallel)}
-    os.environ |= {"LOCAL_SIZE": str(options.tensor_parallel), "MASTER_ADDR": "127.0.0.1"}
-    os.environ.setdefault("MASTER_PORT", "29577")
-    topology.initialize(options.tensor_parallel)
-
-
-def time_arms(rank: int, options: argparse.Namespace, answer: Any) -> None:
-    _join(rank, options)
+def time_arms(options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
     arms = {name: Arm(name, options) for name in ARMS}
     times = alternate(arms, options.repeats)
     expected, found = (arms[name].result() for name in ARMS)
     errors = {key: float((found[key] - expected[key]).norm() / expected[key].norm()) for key in expected}
-    answer.put((rank, times, errors))
+    return times, errors
 
 
-def measure_peak(rank: int, name: str, options: argparse.Namespace, answer: Any) -> None:
-    _join(rank, options)
-    arm = Arm(name, options)
-    answer.put((rank, peak_memory_mb(arm)))
-
-
-def on_all_ranks(function: Any, options: argparse.Namespace, *arguments: Any) -> list[Any]:
-    """The function's answers in rank order, from fresh processes."""
-    queue = multiprocessing.get_context("spawn").SimpleQueue()
-    with low_retention():
-        multiprocessing.spawn(function, (*arguments, options, queue), nprocs=options.tensor_parallel)
-    return [answer for _, *answer in sorted(queue.get() for _ in range(options.tensor_parallel))]
+def measure_peak(options: argparse.Namespace, name: str) -> float:
+    return peak_memory_mb(Arm(name, options))
 
 
 def main() -> None:
@@ -109,13 +88,14 @@ def main() -> None:
     parser.add_argument("--chunk_tokens", type=int, default=512)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     options = parser.parse_args()
-    peaks = {name: max(peak for (peak,) in on_all_ranks(measure_peak, options, name)) for name in ARMS}
-    (times, errors), *_ = on_all_ranks(time_arms, options)
+    size = options.tensor_parallel
+    peaks = {name: max(on_all_ranks(size, measure_peak, options, name)) for name in ARMS}
+    times, errors = on_all_ranks(size, time_arms, options)[0]
     for name in ARMS:
         report(
             "head",
             arm=name,
-            tensor_parallel=options.tensor_parallel,
+            tensor_parallel=size,
             dtype=options.dtype,
             tokens=options.tokens,
             seconds=statistics.median(times[name]),

@@ -6,6 +6,7 @@ import ctypes
 import json
 import multiprocessing
 import os
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -70,6 +71,29 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a module-level function in a new process that keeps no freed memory."""
     with low_retention(), multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
+
+
+def on_all_ranks(tensor_parallel_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What a module-level function returns on each rank of a fresh tensor-parallel world, in rank order."""
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world = (tensor_parallel_size, port, queue, function, arguments)
+    with low_retention():
+        torch.multiprocessing.spawn(_rank_of_world, world, nprocs=tensor_parallel_size)
+    return [answer for _, answer in sorted((queue.get() for _ in range(tensor_parallel_size)), key=lambda a: a[0])]
+
+
+def _rank_of_world(
+    rank: int, size: int, port: int, queue: Any, function: Callable[..., Any], arguments: tuple
+) -> None:
+    from leviathan_ds.parallel import topology
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    topology.initialize(size)
+    queue.put((rank, function(*arguments)))
 
 
 def report(benchmark: str, **values: Any) -> None:
