@@ -28,7 +28,7 @@ PEER = "transformers Llama, untied"
 def peer_step(options: argparse.Namespace) -> Callable[[], Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    recipe = recipe_of(options, "dense_untied")
+    recipe = recipe_of(options, "dense_untied", compiled=False)
     model = recipe.model
     config = LlamaConfig(
         vocab_size=model.vocabulary,
@@ -63,7 +63,7 @@ def peer_step(options: argparse.Namespace) -> Callable[[], Any]:
 
 ARMS: dict[str, Callable[[argparse.Namespace], Callable[[], Any]]] = {
     PEER: peer_step,
-    "leviathan": lambda options: trainer_step(options, recipe_of(options, "leviathan")),
+    "leviathan": lambda options: trainer_step(options, recipe_of(options, "leviathan", options.compile)),
 }
 
 

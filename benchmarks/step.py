@@ -1,6 +1,7 @@
 """A whole optimizer step through the engine: Leviathan against its dense twins of the same backbone.
 
-    python benchmarks/step.py [--micro_batches 1] [--repeats 5] [--precision bf16] [--compile]
+    python benchmarks/step.py [--micro_batches 1] [--repeats 5] [--precision bf16]
+    python benchmarks/step.py --compile [--vocab_size 1024]     Leviathan with compiled layers against without
 
 D = 512, 8 layers, V = 200,376, sequence 512, 8 sequences a micro-batch (4,096 tokens) of Zipf-distributed ids. The
 arms alternate in one process. Targets: at most 1.02 times dense tied, at most 1.00 times dense untied.
@@ -45,7 +46,7 @@ def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def recipe_of(options: argparse.Namespace, embedding: EmbeddingKind) -> Recipe:
+def recipe_of(options: argparse.Namespace, embedding: EmbeddingKind, compiled: bool) -> Recipe:
     return Recipe(
         model=ModelConfig(
             vocab_size=options.vocab_size,
@@ -58,7 +59,7 @@ def recipe_of(options: argparse.Namespace, embedding: EmbeddingKind) -> Recipe:
             micro_batch_size=options.micro_batch_size,
             global_batch_size=options.micro_batch_size * options.micro_batches,
             precision=options.precision,
-            compile=options.compile,
+            compile=compiled,
             loss_chunk_tokens=options.loss_chunk_tokens,
         ),
     )
@@ -92,15 +93,18 @@ def trainer_step(options: argparse.Namespace, recipe: Recipe) -> Callable[[], An
 def main() -> None:
     options = options_of(argparse.ArgumentParser(description=__doc__))
     topology.initialize(1)
-    times = alternate({arm: trainer_step(options, recipe_of(options, arm)) for arm in ARMS}, options.repeats)
+    arms = {arm: recipe_of(options, arm, compiled=False) for arm in ARMS}
+    if options.compile:
+        arms = {"leviathan": arms["leviathan"], "compiled": recipe_of(options, "leviathan", compiled=True)}
+    times = alternate({arm: trainer_step(options, recipe) for arm, recipe in arms.items()}, options.repeats)
     tokens = options.micro_batches * options.micro_batch_size * options.sequence_length
-    for arm in ARMS:
+    for arm in arms:
         seconds = statistics.median(times[arm])
         report(
             "step",
             arm=arm,
             precision=options.precision,
-            compile=options.compile,
+            vocab_size=options.vocab_size,
             micro_batches=options.micro_batches,
             seconds=seconds,
             tokens_per_s=tokens / seconds,
