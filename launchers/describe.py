@@ -35,7 +35,7 @@ def describe(recipe: Recipe, data_parallel_size: int, zero_stage: accounting.Zer
     """The table of a recipe. Raises ValueError for an open vocabulary or a batch that does not divide."""
     model, training = recipe.model, recipe.training
     if model.vocab_size is None:
-        raise ValueError("model.vocab_size is open until a tokenizer fills it; set it: --model.vocab_size 200376")
+        raise ValueError("model.vocab_size is open; set it to your tokenizer's, as in --model.vocab_size 8192")
     if data_parallel_size < 1:
         raise ValueError(f"--data_parallel_size must be at least 1, got {data_parallel_size}")
     tp = recipe.parallel.tensor_model_parallel_size

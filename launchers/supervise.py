@@ -29,7 +29,11 @@ def main(arguments: list[str]) -> int:
         action="store_true",
         help="start again also after a run that saved and stopped on request (code 75)",
     )
-    options = parser.parse_args(arguments[:split])
+    options, rest = parser.parse_known_args(arguments[:split])
+    if rest:
+        raise UserError(
+            f"unknown option {rest[0]}; the command comes after `--`, as in supervise.py -- deepspeed …"
+        )
     command = arguments[split + 1 :]
     if not command:
         raise UserError("no command: give it after `--`, as in supervise.py --auto_restart 3 -- deepspeed …")

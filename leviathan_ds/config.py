@@ -353,7 +353,8 @@ class Recipe:
         ):
             _require(
                 value % tp == 0,
-                f"parallel.tensor_model_parallel_size = {tp} does not divide model.{name} = {value}",
+                f"parallel.tensor_model_parallel_size = {tp} does not divide model.{name} = {value}; "
+                "take a size that divides all of num_attention_heads, num_query_groups and ffn_hidden_size",
             )
         _require(
             not self.parallel.sequence_parallel or self.data.sequence_length % tp == 0,
@@ -388,13 +389,19 @@ class Recipe:
         data_parallel_size = world_size // tp
         per_pass = self.training.micro_batch_size * data_parallel_size
         batch = self.training.global_batch_size
+
+        def fits(micro_batch_size: int) -> bool:
+            return batch % (micro_batch_size * data_parallel_size) == 0
+
         if batch % per_pass:
             nearest = max(1, round(batch / per_pass))
             choices = sorted({per_pass * max(1, nearest + step) for step in (-1, 0, 1, 2)})[:3]
+            micro = [size for size in range(self.training.micro_batch_size, 0, -1) if fits(size)]
             raise UserError(
                 f"training.global_batch_size = {batch} is not a multiple of training.micro_batch_size × "
                 f"data-parallel size = {self.training.micro_batch_size} × {data_parallel_size} "
-                f"({world_size} ranks / TP {tp}); global batch sizes that would do: "
-                + ", ".join(map(str, choices))
+                f"({world_size} ranks / TP {tp}); "
+                + (f"micro-batch sizes that would do: {', '.join(map(str, micro[:3]))}; " if micro else "")
+                + f"global batch sizes that would do, for a new run: {', '.join(map(str, choices))}"
             )
         return batch // per_pass

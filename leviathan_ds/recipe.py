@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -153,4 +154,16 @@ def _one_line(message: str, arguments: list[str]) -> str:
         known = _flatten(dataclasses.asdict(Recipe()))
         near = difflib.get_close_matches(unknown, known, 1, 0.5)
         line += f"; did you mean --{near[0]}?" if near else "; --help lists what there is"
+    for expected, plainly in _EXPECTED.items():
+        line = re.sub(expected, plainly, line)
     return line
+
+
+# What jsonargparse calls a type, and what a reader does.
+_EXPECTED = {
+    r"Expected a <class 'tuple'>": "expected a list such as '[a, b]'",
+    r"Expected a <class 'int'>": "expected a whole number",
+    r"Expected a <class 'float'>": "expected a number",
+    r"Expected a <class 'bool'>": "expected true or false",
+    r"Expected a typing\.Literal\[([^]]*)\]": r"expected one of \1",
+}

@@ -190,7 +190,15 @@ def test_batch_arithmetic_proposes_three_batches_that_do(batch: int) -> None:
     message = str(raised.value)
     assert "data-parallel size = 3 × 2 (4 ranks / TP 2)" in message
     assert f"training.global_batch_size = {batch} " in message
-    proposed = [int(word) for word in message.split("would do: ")[1].split(", ")]
+    if "micro-batch" in message:
+        for size in message.split("micro-batch sizes that would do: ")[1].split(";", maxsplit=1)[0].split(", "):
+            changed = dataclasses.replace(
+                recipe(batch), training=dataclasses.replace(recipe(batch).training, micro_batch_size=int(size))
+            )
+            assert changed.gradient_accumulation_steps(4) * int(size) * 2 == batch
+    else:
+        assert batch % 2 == 1
+    proposed = [int(word) for word in message.split("for a new run: ")[1].split(", ")]
     assert len(set(proposed)) == 3
     for other in proposed:
         assert recipe(other).gradient_accumulation_steps(4) * 3 * 2 == other

@@ -455,7 +455,7 @@ def test_two_ranks_say_it_once_and_the_launcher_fails(case: Case) -> None:
     assert result.returncode == 2
     errors = re.findall(r"^error: .*$", result.stdout + result.stderr, re.MULTILINE)
     assert len(errors) == 1
-    assert "global batch sizes that would do: 4, 8, 12" in errors[0]
+    assert "global batch sizes that would do, for a new run: 4, 8, 12" in errors[0]
     assert "Traceback" not in result.stderr
     assert not case.run_dir.exists()
 

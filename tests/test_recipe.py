@@ -148,7 +148,7 @@ def test_unknown_or_abbreviated_option_is_refused_with_the_nearest(arguments: li
         (["--conf", "x.yaml"], ["--conf"]),
         (["--config"], ["--config", "expected one argument"]),
         (["stray"], ["stray"]),
-        (["--training.lr", "fast"], ["training.lr", "float", "fast"]),
+        (["--training.lr", "fast"], ["training.lr", "a number", "fast"]),
         (["--training.train_steps", "0"], ["training.train_steps must be at least 1"]),
         (["--model.generator.num_knots", "2"], ["model.generator.num_knots must be at least 3"]),
         (["--model.vocab_size", "1.5"], ["model.vocab_size", "int", "1.5"]),
