@@ -1,6 +1,6 @@
 """Bytes that one optimizer step communicates: counted in real runs, against the closed formula; and predictions.
 
-    python benchmarks/scale.py             counts on 1 and 2 gloo ranks, one JSON line a layout; exit code 1 if
+    python benchmarks/scale.py             counts on 1, 2 and 4 gloo ranks, a JSON line a layout; exit code 1 if
                                            a count differs from the formula
     python benchmarks/scale.py --predict   tables of the 1.2B recipe on 8 to 512 GPUs: predicted, not measured
 
@@ -37,6 +37,7 @@ from leviathan_ds.config import (
 from leviathan_ds.scaling import Cluster, predict_step, with_batch
 
 ROOT = Path(__file__).parent.parent
+WORLDS = (1, 2, 4)
 STEPS = 3  # ZeRO-3 traces the first two
 EMBEDDINGS: tuple[EmbeddingKind, ...] = ("leviathan", "dense_tied", "dense_untied")
 
@@ -75,12 +76,14 @@ class Layout:
 
 
 def layouts(world_size: int) -> list[Layout]:
-    """World 1; DP = 2 at every ZeRO stage; TP = 2 with and without sequence parallelism; each with its twins."""
+    """World 1; DP = 2 and TP 2 × DP 2 at every ZeRO stage; TP = 2 with and without sequence parallelism; each
+    with its twins."""
     shapes = [Layout(world_size, 1)]
-    if world_size == 2:
+    if world_size > 1:
         stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
-        shapes = [Layout(2, stage) for stage in stages]
-        shapes += [Layout(2, 1, tp=2, sequence_parallel=parallel) for parallel in (False, True)]
+        shapes = [Layout(world_size, stage, tp=world_size // 2) for stage in stages]
+        if world_size == 2:
+            shapes += [Layout(2, 1, tp=2, sequence_parallel=parallel) for parallel in (False, True)]
         shapes += [replace(shape, precision="bf16") for shape in shapes if shape.zero_stage > 0]
     return [
         replace(shape, embedding=embedding, accumulation=accumulation)
@@ -98,9 +101,13 @@ def count(layout: Layout) -> tuple[dict[str, int], list[int]]:
     import torch
 
     from leviathan_ds.data.loader import collate
+    from leviathan_ds.data.sampler import GlobalBatchSampler
     from leviathan_ds.parallel import ds_config, topology
     from leviathan_ds.parallel.collectives import CountCollectives
+    from leviathan_ds.parallel.watchdog import Watchdog
     from leviathan_ds.training import loop
+    from leviathan_ds.training.faults import StepGuard
+    from leviathan_ds.training.metrics import Metrics
     from leviathan_ds.training.step import train_step
 
     topology.initialize(layout.tp)
@@ -109,9 +116,20 @@ def count(layout: Layout) -> tuple[dict[str, int], list[int]]:
     engine, _ = loop.build_engine(
         recipe, ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
     )
+    # As in a run; no step is skipped, so that its metrics and its folder are never used.
+    sampler = GlobalBatchSampler(
+        0,
+        STEPS,
+        recipe.training.global_batch_size,
+        2,
+        topology.data_parallel_rank(),
+        topology.data_parallel_size(),
+    )
+    silent = Metrics(Path(), recipe.run, STEPS, 0, None, enabled=False, settings={})
+    guard = StepGuard(recipe.faults, sampler, Watchdog(600), None, Path(), {}, silent, {})
     generator = torch.Generator().manual_seed(topology.data_parallel_rank())
     shape = (recipe.training.micro_batch_size, recipe.data.sequence_length + 1)
-    for _ in range(STEPS):
+    for step in range(STEPS):
         rows = [
             torch.randint(0, recipe.model.vocabulary, shape, generator=generator)
             for _ in range(layout.accumulation)
@@ -123,7 +141,8 @@ def count(layout: Layout) -> tuple[dict[str, int], list[int]]:
             for batch in rows
         ]
         with CountCollectives() as counted:
-            train_step(engine, iter(batches), layout.accumulation, recipe.training.lr, topology.device())
+            train_step(engine, iter(batches), layout.accumulation, recipe.training.lr, topology.device(), guard)
+            guard.settle(engine, step)
     engine.destroy()
     found = {" ".join(key): value for key, value in sorted(counted.bytes.items())}
     return found, [len(batch.distinct_ids) for batch in batches]
@@ -164,16 +183,20 @@ def counted_on(world_size: int) -> list[list[tuple[dict[str, int], list[int]]]]:
 def compare() -> bool:
     """Print a JSON line for each layout; whether all counts equal the formula on all ranks."""
     all_equal = True
-    for world_size in (1, 2):
+    for world_size in WORLDS:
         for layout, *ranks in zip(layouts(world_size), *counted_on(world_size), strict=True):
-            counts, distinct_ids = [counted for counted, _ in ranks], ranks[0][1]
-            traffic = communication(layout.recipe, layout.zero_stage, world_size, distinct_ids)
-            formula = {" ".join(key): value for key, value in sorted(traffic.items()) if value}
-            equal = all(counted == formula for counted in counts)
+            formulas = [_formula(layout, distinct_ids) for _, distinct_ids in ranks]
+            equal = all(counted == formula for (counted, _), formula in zip(ranks, formulas, strict=True))
             all_equal &= equal
             record: dict[str, Any] = {"benchmark": "scale", **vars(layout)}
-            print(json.dumps({**record, "counted_bytes": counts[0], "formula_bytes": formula, "equal": equal}))
+            record |= {"counted_bytes": ranks[0][0], "formula_bytes": formulas[0], "equal": equal}
+            print(json.dumps(record))
     return all_equal
+
+
+def _formula(layout: Layout, distinct_ids: list[int]) -> dict[str, int]:
+    traffic = communication(layout.recipe, layout.zero_stage, layout.world_size, distinct_ids)
+    return {" ".join(key): value for key, value in sorted(traffic.items()) if value}
 
 
 # ---- predictions ----

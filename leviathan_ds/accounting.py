@@ -22,7 +22,7 @@ DISTINCT_IDS_PER_TOKEN = 0.45
 """Distinct ids of a micro-batch over its tokens: 3,728 among 8,192 Zipf-distributed ids of V = 200,376.
 An assumption; a longer micro-batch repeats more, and the generator is at most a few percent of a step's FLOPs."""
 
-GENERATOR_BLOCK_VALUES = 1 << 27
+GENERATOR_BLOCK_VALUES = 1 << 24
 """Values φ that exist at once on a GPU (model/separable.py)."""
 
 ZERO3_LIVE_PARAMETERS = 1_000_000_000
@@ -161,7 +161,7 @@ def estimate_memory(recipe: Recipe, data_parallel_size: int, zero_stage: ZeroSta
     | optimizer | fp32 master and two moments, 12·N; from ZeRO-1 on 12·P; fp32 without ZeRO has no master: 8·N |
     | activations | e·T·(L·kept + live + 2·D), see `_body_activations` |
     | loss | logits of one chunk, the head's gradient in float32 and in e |
-    | generator | what it keeps for each distinct id, and 4 trees' worth of its block of values φ |
+    | generator | what it keeps for each distinct id, and 4 times its block of values φ, as its backward needs |
 
     Not counted: communication buckets (ZeRO's reduce_bucket_size, by default 5·10⁸ elements), the CUDA
     context, NCCL, the allocator's fragments, offloading, a validation's logits. Leave some GiB for them.

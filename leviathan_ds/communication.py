@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 from leviathan_ds.accounting import DISTINCT_IDS_PER_TOKEN, ZeroStage, element_bytes
 from leviathan_ds.config import Recipe, integer_root
 
-Group = Literal["dp", "tp"]
-"""Data-parallel or tensor-parallel ranks."""
+Group = Literal["dp", "tp", "world"]
+"""Data-parallel, tensor-parallel, or all ranks. All ranks are "dp" or "tp" where they are one such group."""
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"]
 
 Traffic = Counter[tuple[Group, Kind]]
@@ -50,11 +50,12 @@ def communication(
     distinct_ids: Sequence[int] | None = None,
     limits: Zero3Limits | None = None,
 ) -> Traffic:
-    """Bytes that each rank passes to collectives in one optimizer step, exactly.
+    """Bytes that each rank passes to collectives in one optimizer step, that of a run with its guard, exactly.
 
-    Groups of one rank move nothing. Exact for the configurations of ds_configs/ from the third step on (ZeRO-3
-    traces the first two), without overlap_comm or offloading; under ZeRO-3 also without prefetching or for models
-    of less than half `max_reuse_distance`: a prefetch can keep parameters that it would else have released.
+    Steps that are logged or skipped add what docs/scaling.md says. Groups of one rank move nothing. Exact for the
+    configurations of ds_configs/ from the third step on (ZeRO-3 traces the first two), without overlap_comm or
+    offloading; under ZeRO-3 also without prefetching or for models of less than half `max_reuse_distance`: a
+    prefetch can keep parameters that it would else have released.
 
     Args:
         distinct_ids: of each micro-batch, where the tensor-parallel ranks share the generator
@@ -74,7 +75,9 @@ def communication(
             tokens = recipe.training.micro_batch_size * recipe.data.sequence_length
             assumed = [int(tokens * DISTINCT_IDS_PER_TOKEN)] * passes
             traffic += _shared_generator(recipe, assumed if distinct_ids is None else distinct_ids)
-    return traffic + _norms_and_overflow(recipe, zero_stage, data_parallel_size)
+    return (
+        traffic + _norms_and_overflow(recipe, zero_stage, data_parallel_size) + _votes(zero_stage, tp, world_size)
+    )
 
 
 def _data_parallel(recipe: Recipe, zero_stage: ZeroStage, size: int, passes: int, limits: Zero3Limits) -> Traffic:
@@ -205,6 +208,15 @@ def _norms_and_overflow(recipe: Recipe, zero_stage: ZeroStage, data_parallel_siz
     if recipe.parallel.tensor_model_parallel_size > 1:
         traffic["tp", "all_reduce"] = tp
     return traffic
+
+
+def _votes(zero_stage: ZeroStage, tensor_parallel_size: int, world_size: int) -> Traffic:
+    """Over all ranks, in float32: the guard's ballot of three (`faults.StepGuard.vote`), and at ZeRO-0, where
+    DeepSpeed does not look itself, whether the gradient is finite (`engine.step`)."""
+    if world_size == 1:
+        return Counter()
+    group: Group = "dp" if tensor_parallel_size == 1 else "tp" if tensor_parallel_size == world_size else "world"
+    return Counter({(group, "all_reduce"): 4 * 3 + (4 if zero_stage == 0 else 0)})
 
 
 def _optimizer_group(recipe: Recipe, tensor: _Tensor) -> tuple[float, float]:

@@ -58,6 +58,7 @@ class StepTime:
 
     compute_s: float
     data_parallel_s: float
+    """With the few bytes over all ranks."""
     tensor_parallel_s: float
 
     @property
@@ -80,13 +81,13 @@ def predict_step(recipe: Recipe, zero_stage: ZeroStage, world_size: int, cluster
     tp = recipe.parallel.tensor_model_parallel_size
     tokens = recipe.training.global_batch_size * recipe.data.sequence_length
     flops = accounting.flops_per_token(recipe.model, recipe.data.sequence_length).total
-    spent = {"dp": 0.0, "tp": 0.0}
+    groups = {"dp": (world_size // tp, tp), "tp": (tp, 1), "world": (world_size, 1)}  # size and stride
+    spent = dict.fromkeys(groups, 0.0)
     for (group, kind), num_bytes in communication(recipe, zero_stage, world_size).items():
-        size, stride = (world_size // tp, tp) if group == "dp" else (tp, 1)
-        spent[group] += cluster.collective_s(kind, num_bytes, size, stride)
+        spent[group] += cluster.collective_s(kind, num_bytes, *groups[group])
     return StepTime(
         compute_s=tokens * flops / (world_size * cluster.peak_flops * cluster.compute_utilization),
-        data_parallel_s=spent["dp"],
+        data_parallel_s=spent["dp"] + spent["world"],
         tensor_parallel_s=spent["tp"],
     )
 

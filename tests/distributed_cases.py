@@ -287,8 +287,12 @@ def memory_run(case: Case, marks: tuple[int, ...]) -> list[tuple[int, int]]:
 
 def counted_run(case: Case, zero_optimization: dict[str, Any]) -> tuple[Recipe, list[int], Counter]:
     """The recipe, of sizes that divide badly; of its last step distinct ids of each micro-batch and the bytes."""
+    from fault_cases import guard_of
+
+    from leviathan_ds.config import FaultsConfig
     from leviathan_ds.parallel import ds_config
     from leviathan_ds.parallel.collectives import CountCollectives
+    from leviathan_ds.parallel.watchdog import Watchdog
     from leviathan_ds.training import loop
     from leviathan_ds.training.step import train_step
 
@@ -302,13 +306,50 @@ def counted_run(case: Case, zero_optimization: dict[str, Any]) -> tuple[Recipe, 
     values = ds_config.read(path)
     values["zero_optimization"] |= zero_optimization
     engine, _ = loop.build_engine(recipe, ds_config.fill(values, recipe, topology.world_size(), path))
+    guard, _ = guard_of(case, Path("not written"), FaultsConfig(), Watchdog(600))
     found, ids = Counter(), []
-    for micro_batches in batches(case):
+    for step, micro_batches in enumerate(batches(case)):
         with CountCollectives() as counted:
-            train_step(engine, iter(micro_batches), len(micro_batches), 1e-2, torch.device("cpu"))
+            train_step(engine, iter(micro_batches), len(micro_batches), 1e-2, torch.device("cpu"), guard)
+            guard.settle(engine, step)
         found, ids = counted.bytes, [len(batch.distinct_ids) for batch in micro_batches]
     engine.destroy()
     return recipe, ids, found
+
+
+def counted_log(case: Case) -> tuple[int, Counter]:
+    """Number of components, and the bytes that the norms by component and the log of case.steps steps take."""
+    from fault_cases import build
+
+    from leviathan_ds.parallel import engine as engines
+    from leviathan_ds.parallel.collectives import CountCollectives
+    from leviathan_ds.parallel.gradients import component_norms
+    from leviathan_ds.training.step import train_step
+    from leviathan_ds.training.step_log import StepLog
+
+    class Unheard:
+        def steps(self, *_: Any) -> None: ...
+
+    engine, _ = build(case)
+    log = StepLog(Unheard(), GLOBAL_BATCH * SEQUENCE, case.steps)  # pyright: ignore[reportArgumentType]
+    counted, norms = Counter(), {}
+
+    def note() -> None:
+        with CountCollectives() as collectives:
+            norms.update(component_norms(engine))
+        counted.clear()
+        counted.update(collectives.bytes)
+
+    for micro_batches in batches(case):
+        loss = train_step(
+            engine, iter(micro_batches), len(micro_batches), 1e-2, torch.device("cpu"), on_gradients=note
+        )
+        log.add(loss, 1e-2, engines.global_grad_norm(engine))
+    log.add_component_norms(norms)
+    with CountCollectives() as collectives:
+        log.flush(case.steps)
+    engine.destroy()
+    return len(norms), counted + collectives.bytes
 
 
 def counted_collectives(_: int) -> list[Counter]:
@@ -337,6 +378,19 @@ def counted_collectives(_: int) -> list[Counter]:
     with CountCollectives(), pytest.raises(RuntimeError, match="alltoall"):
         dist.all_to_all_single(torch.zeros(2), torch.zeros(2))
     return found
+
+
+def counted_over_a_strange_group(case: Case) -> None:
+    """Three of four ranks."""
+    import torch.distributed as dist
+
+    from leviathan_ds.parallel.collectives import CountCollectives
+
+    topology.initialize(case.tp)
+    group = dist.new_group([0, 1, 2])
+    if topology.rank() < 3:
+        with CountCollectives(), pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2\], no group"):
+            dist.all_reduce(torch.zeros(1), group=group)
 
 
 def resumed_run(case: Case, folder: Path, async_save: bool = True) -> tuple[list[float], list[float], bool]:
@@ -559,3 +613,19 @@ def examined(
         mock.patch.object(examination, "_BANDWIDTH_BYTES", 1 << 20),
     ):
         return examination.examination(Plan(recipe, run_dirs[rank], config, ("f" * 64,)), starting)
+
+
+def examined_with_trouble(run_dirs: list[Path]) -> str:
+    """What the doctor raises on this rank where rank 1's node cannot tell its facts."""
+    from unittest import mock
+
+    from data_prep.errors import UserError
+    from leviathan_ds.doctor import facts
+
+    trouble = PermissionError("no packages to be seen") if topology.rank() == 1 else None
+    with (
+        mock.patch.object(facts, "versions", side_effect=trouble, return_value={}),
+        pytest.raises(UserError) as told,
+    ):
+        examined(run_dirs)
+    return str(told.value)

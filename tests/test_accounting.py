@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from leviathan_ds import accounting
@@ -190,6 +194,39 @@ def test_memory_of_the_generator() -> None:
     assert dense.generator == 0 < leviathan.generator
     assert dense.total == sum(vars(dense).values())
     assert accounting.GENERATOR_BLOCK_VALUES == separable._BLOCK_VALUES_GPU
+
+
+class _PeakOfTensors(TorchDispatchMode):
+    """The most bytes that the storages of tensors made in this context held at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self._tensors += [weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self._tensors = [tensor for tensor in self._tensors if tensor() is not None]
+        storages = (tensor.untyped_storage() for ref in self._tensors if (tensor := ref()) is not None)
+        self.peak = max(self.peak, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+        return result
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3])
+def test_the_generators_backward_holds_four_blocks_at_once(
+    num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paper's knots and rank, and a block that outweighs the coefficients as a GPU's does."""
+    ids, d, knots, rank = 256, 32, 16, 64
+    monkeypatch.setattr(separable, "_BLOCK_VALUES_CPU", ids * d * rank)
+    t = torch.rand(1, num_blocks * ids, d, requires_grad=True)
+    delta = torch.randn(1, d, knots, rank, requires_grad=True)
+    with _PeakOfTensors() as tensors:
+        separable.portable_separable_product(t, delta, True).sum().backward()
+    whole = 4 * (4 * t.numel() + 4 * delta.numel() + 2 * num_blocks * ids * rank)  # t, Δ, M and their gradients
+    block = 4 * ids * d * rank
+    assert 3.5 * block < tensors.peak - whole < 4 * block
 
 
 def test_peaks_are_dense_and_unknown_devices_have_none() -> None:

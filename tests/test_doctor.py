@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed_cases import examined
+from distributed_cases import examined, examined_with_trouble
 
 from data_prep.errors import UserError
 from launchers import doctor
 from leviathan_ds import accounting
 from leviathan_ds import recipe as recipes
 from leviathan_ds.config import DataConfig, ModelConfig, ParallelConfig, Recipe, RunConfig, TrainingConfig
-from leviathan_ds.doctor import environment
-from leviathan_ds.doctor.checks import Finding, Measured, examine
+from leviathan_ds.doctor import environment, examination, facts
+from leviathan_ds.doctor.checks import Finding, Measured, check_versions, examine
 from leviathan_ds.doctor.facts import NodeFacts, Plan
 from leviathan_ds.training import job, loop
 
@@ -136,29 +139,53 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, str
     ),
     "changed files at the same commit": ({}, {"source": "000000000000"}, {}, "code", "failed", ["000000000000"]),
     "another commit of the same code": ({}, {"commit": "ba9876543210"}, {}, "code", "note", ["ba9876543210"]),
-    "a variable missing elsewhere": (
+    "a variable of communication missing elsewhere": (
+        {"variables": node(0).variables | {"NCCL_ALGO": "Ring"}},
         {},
-        {"variables": {"HF_HOME": "/hf"}},
-        {},
-        "environment",
-        "failed",
-        ["NCCL_DEBUG is set on node-0 and missing on node-1", "--write_env_file"],
-    ),
-    "a variable more elsewhere": (
-        {},
-        {"variables": {"NCCL_DEBUG": "WARN", "HF_HOME": "/hf", "NCCL_ALGO": "Ring"}},
         {},
         "environment",
         "failed",
-        ["NCCL_ALGO is set on node-1 and missing on node-0"],
+        ["NCCL_ALGO is Ring on node-0, absent on node-1", "--write_env_file"],
     ),
-    "a harmless variable missing": (
+    "a variable of arithmetic on another node alone": (
         {},
-        {"variables": {"NCCL_DEBUG": "WARN"}},
+        {"variables": node(1).variables | {"NVIDIA_TF32_OVERRIDE": "1", "TORCH_HOME": "/t"}},
+        {},
+        "environment",
+        "failed",
+        ["NVIDIA_TF32_OVERRIDE is absent on node-0, 1 on node-1", "TORCH_HOME is absent on node-0"],
+    ),
+    "another value of what must agree": (
+        {"variables": node(0).variables | {"NCCL_IB_DISABLE": "0"}},
+        {"variables": node(1).variables | {"NCCL_IB_DISABLE": "1"}},
+        {},
+        "environment",
+        "failed",
+        ["NCCL_IB_DISABLE is 0 on node-0, 1 on node-1"],
+    ),
+    "what must agree did not reach rank 0": (
+        {"launcher_variables": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_DEBUG": "WARN"}},
+        {},
+        {},
+        "environment",
+        "failed",
+        ["CUBLAS_WORKSPACE_CONFIG of the shell that typed deepspeed did not reach the ranks"],
+    ),
+    "harmless variables missing": (
+        {},
+        {"variables": {}},
         {},
         "environment",
         "note",
-        ["HF_HOME is set on node-0 and missing on node-1"],
+        ["HF_HOME is /hf on node-0, absent on node-1", "NCCL_DEBUG is WARN on node-0, absent on node-1"],
+    ),
+    "a harmless variable more elsewhere": (
+        {},
+        {"variables": node(1).variables | {"CUDA_CACHE_PATH": "/tmp/cache"}},
+        {},
+        "environment",
+        "note",
+        ["CUDA_CACHE_PATH is absent on node-0, /tmp/cache on node-1"],
     ),
     "another value": (
         {},
@@ -168,12 +195,20 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, str
         "note",
         ["NCCL_DEBUG is WARN on node-0, INFO on node-1"],
     ),
+    "a network card named on one node": (
+        {"variables": node(0).variables | {"GLOO_SOCKET_IFNAME": "eth0"}},
+        {},
+        {},
+        "environment",
+        "note",
+        ["GLOO_SOCKET_IFNAME is set on node-0, absent on node-1"],
+    ),
     "wandb's key did not reach rank 0": (
         {"launcher_variables": {"WANDB_API_KEY": "secret 1"}, "variables": node(1).variables},
         {},
         {},
         "environment",
-        "failed",
+        "note",
         ["WANDB_API_KEY of the shell that typed deepspeed did not reach the ranks"],
     ),
     "another recipe": (
@@ -292,6 +327,14 @@ def test_checkpoints_that_are_there_need_no_more_room() -> None:
     assert {finding.status for finding in examine(nodes, measured())} == {"ok"}
 
 
+def test_a_start_survives_a_tight_disk() -> None:
+    """What the doctor alone calls a failure: the checkpoints of a run go on without one that did not fit."""
+    nodes = [node(0, free_bytes=35 << 30), node(1)]
+    for starting, status in ((False, "failed"), (True, "note")):
+        bad = [finding for finding in examine(nodes, measured(), starting) if finding.status != "ok"]
+        assert [(finding.check, finding.status) for finding in bad] == [("disk", status)]
+
+
 def test_a_tensor_parallel_group_over_two_nodes_is_noted() -> None:
     nodes = [node(0, num_ranks=1), node(1, num_ranks=3, first_rank=1)]
     nodes[0] = replace(nodes[0], hostfile_slots={"a": 1, "b": 3})
@@ -356,6 +399,27 @@ def test_a_wrong_sum_is_found(two_ranks, tmp_path: Path) -> None:
 def test_another_nodes_clock_is_measured(two_ranks, tmp_path: Path) -> None:
     results = two_ranks.run(examined, [tmp_path / "run"] * 2, None, 7.0)
     assert "is 7 s ahead of" in by_check(results[0])["clocks"].sentence
+
+
+def test_a_node_that_cannot_be_asked_stops_all_ranks_alike(two_ranks, tmp_path: Path) -> None:
+    results = two_ranks.run(examined_with_trouble, [tmp_path / "run"] * 2)
+    assert results[0] == results[1]
+    assert results[0].endswith("PermissionError: no packages to be seen")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_package_without_metadata_is_absent_and_no_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, version = facts.versions(), importlib.metadata.version
+
+    def stripped(package: str) -> str:
+        if package == "safetensors":
+            raise importlib.metadata.PackageNotFoundError(package)
+        return version(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", stripped)
+    assert facts.versions() == {package: each for package, each in sound.items() if package != "safetensors"}
+    finding = check_versions([node(0, versions=sound), node(1, versions=facts.versions())])
+    assert finding.status == "failed" and "absent on node-1" in finding.sentence
 
 
 # ---- the environment file ----
@@ -444,16 +508,43 @@ def test_one_process_without_a_launcher(corpus_copy: Callable[..., Path], tmp_pa
     assert any(line.startswith("failed: batch: ") and "global_batch_size = 7" in line for line in lines)
 
 
-def test_a_run_asks_before_it_builds_or_writes(corpus_copy: Callable[..., Path], tmp_path, monkeypatch) -> None:
+@pytest.fixture
+def checked_job(corpus_copy: Callable[..., Path], tmp_path, monkeypatch) -> job.Job:
+    """Of one rank, that has not begun. No test builds its model."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(loop, "build_engine", lambda *_: pytest.fail("a model is built"))
     root = Path(__file__).parents[1]
     recipe = recipes.load(root / "recipes" / "demo.yaml")
     data = replace(recipe.data, prefixes=(str(corpus_copy()),), sequence_length=32, validation_fraction=0.2)
-    recipe = replace(recipe, data=data)
-    checked = job.prepare(recipe, root / "ds_configs" / "zero1.json", tmp_path / "run", 1)
+    return job.prepare(replace(recipe, data=data), root / "ds_configs" / "zero1.json", tmp_path / "run", 1)
+
+
+def test_a_run_asks_before_it_builds_or_writes(checked_job: job.Job, monkeypatch) -> None:
+    monkeypatch.setattr(examination, "_all_reduce", lambda *_, **__: (False, 0.0))
+    with pytest.raises(UserError, match="wrong sum on rank 0"):
+        loop.run(checked_job)
+    assert not checked_job.run_dir.exists()
+
+
+def test_a_tight_disk_is_a_note_at_a_start_and_nothing_to_a_finished_run(
+    checked_job: job.Job, monkeypatch, capsys
+) -> None:
     monkeypatch.setattr(accounting, "checkpoint_bytes", lambda *_: 1 << 60)
-    monkeypatch.setattr(loop, "build_engine", lambda *_: pytest.fail("a model is built"))
-    with pytest.raises(UserError, match=r"the disk of .* has .* free some"):
-        loop.run(checked)
-    assert not (tmp_path / "run").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "build_engine", lambda *_: sys.exit("begins"))
+        with pytest.raises(SystemExit, match="begins"):
+            loop.run(checked_job)
+    assert re.search("note: the disk of .* has .* free some", capsys.readouterr().out)
+    steps = checked_job.recipe.training.train_steps
+    monkeypatch.setattr(job.Job, "first_step", steps)
+    assert loop.run(checked_job) == 0
+    told = capsys.readouterr().out
+    assert f"is done: all {steps} steps were trained" in told and "note: " not in told
+
+
+def test_a_run_whose_last_checkpoint_is_damaged_is_asked_after_all(checked_job: job.Job, monkeypatch) -> None:
+    monkeypatch.setattr(examination, "all_say", lambda _: True)  # that it is finished, before they looked closely
+    monkeypatch.setattr(examination, "_all_reduce", lambda *_, **__: (False, 0.0))
+    with pytest.raises(UserError, match="wrong sum on rank 0"):
+        loop.run(checked_job)

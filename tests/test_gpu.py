@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from waiting_cases import waits, waits_of_steps
+from workers import WorkerPool
 
 from leviathan_ds.config import EmbeddingKind, GeneratorConfig, ModelConfig, ParallelConfig
 from leviathan_ds.data.loader import Batch, collate
@@ -206,12 +209,9 @@ def test_whole_model(device, dtype, embedding):
 class _NoHostReads(TorchDispatchMode):
     """The operations that would make a GPU's queue wait for the host, told by name: for the CPU."""
 
-    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__.strip("_")
-        if any(name.startswith(waiting.strip("_")) for waiting in self.WAITING):
-            raise RuntimeError(f"{name} waits for the device")
+        if waits(function):
+            raise RuntimeError(f"{function} waits for the device")
         return function(*args, **(kwargs or {}))
 
 
@@ -237,6 +237,26 @@ def test_a_step_never_waits_for_the_device(device, embedding):
     mean_loss(model, batch).backward()  # the first call places rotary frequencies and compiles kernels
     with no_synchronization(device):
         mean_loss(model, batch).backward()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[WorkerPool]:
+    pool = WorkerPool(1)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("zero", ["zero1", "zero2", "zero3"])
+def test_between_two_logs_only_deepspeed_waits(device, alone, tmp_path, zero):
+    """Whole optimizer steps with guard and log. DeepSpeed looks at the gradient once a step."""
+    (culprits,) = alone.run(waits_of_steps, zero, tmp_path, False)
+    assert culprits, "DeepSpeed's own wait should be seen"
+    assert [culprit for culprit in culprits if f"{os.sep}deepspeed{os.sep}" not in culprit] == []
+
+
+def test_a_wait_of_ours_in_a_step_is_noticed(device, alone, tmp_path):
+    (culprits,) = alone.run(waits_of_steps, "zero1", tmp_path, True)
+    assert [culprit.split()[-1] for culprit in culprits].count("planted_wait") == 2, culprits
 
 
 def test_waiting_is_noticed(device):

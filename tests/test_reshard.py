@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -34,6 +35,9 @@ TOLERANCE = 1e-5  # relative, in fp32
 Saved = tuple[Path, list[float], dict[str, Tensor]]  # the checkpoint, losses after it, weights in the end
 
 
+Shape = tuple[int, int]  # tensor-parallel and data-parallel size
+
+
 @pytest.fixture(scope="session")
 def alone() -> Iterator[WorkerPool]:
     pool = WorkerPool(1)
@@ -42,13 +46,35 @@ def alone() -> Iterator[WorkerPool]:
 
 
 class Pools:
-    """pools[4]: the pool of that many ranks, started when first asked for."""
+    """pools[tp, dp]: the session's pool of so many ranks, started when first asked for."""
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self._request = request
 
-    def __getitem__(self, ranks: int) -> WorkerPool:
-        return self._request.getfixturevalue({1: "alone", 2: "two_ranks", 4: "four_ranks"}[ranks])
+    def __getitem__(self, shape: Shape) -> WorkerPool:
+        return self._request.getfixturevalue({1: "alone", 2: "two_ranks", 4: "four_ranks"}[math.prod(shape)])
+
+
+class FreshPools:
+    """The same with a pool for each shape, one alive at a time: asking for another closes it.
+
+    A world keeps every process group that it ever made, with threads and sockets: in a pool that goes to and fro
+    between tensor-parallel sizes they pile up, until its ranks stand still.
+    """
+
+    def __init__(self) -> None:
+        self._shape: Shape | None = None
+        self._pool: WorkerPool | None = None
+
+    def __getitem__(self, shape: Shape) -> WorkerPool:
+        if self._pool is None or self._shape != shape:
+            self.close()
+            self._shape, self._pool = shape, WorkerPool(math.prod(shape))
+        return self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
 
 
 @pytest.fixture(scope="session")
@@ -56,12 +82,19 @@ def pools(request) -> Pools:
     return Pools(request)
 
 
-def case_of(layout: str, **kept: Any) -> tuple[int, Case, bool]:
-    """ "tp2 dp1 zero3" → the number of ranks, the case, and whether ZeRO-3's groups are small ("zero3_small")."""
+@pytest.fixture(scope="module")
+def fresh_pools() -> Iterator[FreshPools]:
+    pools = FreshPools()
+    yield pools
+    pools.close()
+
+
+def case_of(layout: str, **kept: Any) -> tuple[Shape, Case, bool]:
+    """ "tp2 dp1 zero3" → (2, 1), the case, and whether ZeRO-3's groups are small ("zero3_small")."""
     tp, dp, zero = layout.split()
     small = zero.endswith("_small")
     case = Case(tp=int(tp[2:]), zero=zero.removesuffix("_small"), **kept)
-    return case.tp * int(dp[2:]), case, small
+    return (case.tp, int(dp[2:])), case, small
 
 
 def full_weights(results: list[tuple[list[float], Any]]) -> dict[str, Tensor]:
@@ -74,28 +107,38 @@ def full_weights(results: list[tuple[list[float], Any]]) -> dict[str, Tensor]:
     return full
 
 
-@pytest.fixture(scope="session")
-def saved(pools, tmp_path_factory) -> Callable[..., Saved]:
-    """saved(layout): the checkpoint of a run there, with its losses and weights after it; each is run once."""
-    runs: dict[Any, Saved] = {}
+class Runs:
+    """runs(layout): the checkpoint of a run there, with its losses and weights after it; each is run once."""
 
-    def run(layout: str, **kept: Any) -> Saved:
+    def __init__(self, pools: Pools | FreshPools, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self._pools, self._folders = pools, tmp_path_factory
+        self._runs: dict[Any, Saved] = {}
+
+    def __call__(self, layout: str, **kept: Any) -> Saved:
         key = (layout, *kept.items())
-        if key not in runs:
-            ranks, case, small = case_of(layout, **kept)
-            folder = tmp_path_factory.mktemp("run")
-            results = pools[ranks].run(undisturbed_run, case, folder, small)
+        if key not in self._runs:
+            shape, case, small = case_of(layout, **kept)
+            folder = self._folders.mktemp("run")
+            results = self._pools[shape].run(undisturbed_run, case, folder, small)
             (checkpoint,) = run_directory.complete_checkpoints(folder)
-            runs[key] = checkpoint, results[0][0], full_weights(results)
-        return runs[key]
+            self._runs[key] = checkpoint, results[0][0], full_weights(results)
+        return self._runs[key]
 
-    return run
+
+@pytest.fixture(scope="session")
+def saved(pools, tmp_path_factory) -> Runs:
+    return Runs(pools, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def saved_afresh(fresh_pools, tmp_path_factory) -> Runs:
+    return Runs(fresh_pools, tmp_path_factory)
 
 
 def check(pools, expected: Saved, after: str, tolerance: float = TOLERANCE, **kept: Any) -> None:
     checkpoint, losses, weights = expected
-    ranks, case, small = case_of(after, **kept)
-    results = pools[ranks].run(resharded_run, case, checkpoint, small)
+    shape, case, small = case_of(after, **kept)
+    results = pools[shape].run(resharded_run, case, checkpoint, small)
     for found, _ in results:
         assert found == pytest.approx(losses, rel=tolerance)
     found = full_weights(results)
@@ -136,25 +179,35 @@ def test_bf16_goes_on_in_another_layout(pools, saved):
     check(pools, saved("tp1 dp2 zero1", **bf16), "tp2 dp1 zero3", tolerance=8e-4, **bf16)
 
 
-LAYOUTS = [
-    f"tp{tp} dp{dp} {zero}"
-    for tp, dp in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4))
-    for zero in ("zero1", "zero2", "zero3")
+SHAPES = ("tp1 dp1", "tp1 dp2", "tp2 dp1", "tp2 dp2", "tp1 dp4")
+ZEROS = ("zero1", "zero2", "zero3")
+# In an order in which pools change seldom.
+PAIRS = [
+    (f"{before} {zero_before}", f"{after} {zero_after}")
+    for after in SHAPES
+    for before in SHAPES
+    for zero_before in ZEROS
+    for zero_after in ZEROS
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", LAYOUTS)
-@pytest.mark.parametrize("before", LAYOUTS)
-def test_every_pair(pools, saved, before, after):
-    check(pools, saved(before), after)
+@pytest.mark.parametrize(
+    ("before", "after"), PAIRS, ids=["from_" + "_to_".join(pair).replace(" ", "_") for pair in PAIRS]
+)
+def test_every_pair(fresh_pools, saved_afresh, before, after):
+    """In parts: `-k from_tp1_dp4`, of 45 pairs."""
+    shape = before.rpartition(" ")[0]
+    for zero in ZEROS:  # together: the pool of another shape closes theirs
+        saved_afresh(f"{shape} {zero}")
+    check(fresh_pools, saved_afresh(before), after)
 
 
 def test_there_and_back_is_bitwise(pools, saved, tmp_path):
     """Taken over and saved at once: every element of weights and moments is where it was."""
     checkpoint, _, _ = saved("tp2 dp2 zero3")
-    ranks, case, _ = case_of("tp1 dp2 zero1")
-    pools[ranks].run(resaved, case, checkpoint, tmp_path)
+    shape, case, _ = case_of("tp1 dp2 zero1")
+    pools[shape].run(resaved, case, checkpoint, tmp_path)
     (there,) = run_directory.complete_checkpoints(tmp_path)
     before, after = open_state(checkpoint), open_state(there)
     assert after.adam_steps == before.adam_steps == SAVED_AT
@@ -175,9 +228,9 @@ def test_new_ranks_take_random_states_in_turn(pools, saved):
         states = torch.load(path, weights_only=True)
         states["torch"] = torch.Generator().manual_seed(int(path.stem[-1])).get_state()
         torch.save(states, path)
-    ranks, case, _ = case_of("tp2 dp2 zero1")
+    shape, case, _ = case_of("tp2 dp2 zero1")
     expected = [torch.rand((), generator=torch.Generator().manual_seed(seed)).item() for seed in (0, 1, 0, 1)]
-    assert pools[ranks].run(restored_random_numbers, case, checkpoint) == list(enumerate(expected))
+    assert pools[shape].run(restored_random_numbers, case, checkpoint) == list(enumerate(expected))
 
 
 # ---- DeepSpeed's universal format ----
@@ -219,9 +272,9 @@ def test_goes_on_from_the_universal_format(pools, converted):
 def test_deepspeed_reads_our_universal_format(pools, converted):
     """At TP 2 DeepSpeed's own loader cuts each tensor as the registry does."""
     written, _ = converted
-    ranks, case, _ = case_of("tp2 dp1 zero1")
+    shape, case, _ = case_of("tp2 dp1 zero1")
     whole = open_state(written)
-    for rank, states in enumerate(pools[ranks].run(loaded_by_deepspeed, case, written)):
+    for rank, states in enumerate(pools[shape].run(loaded_by_deepspeed, case, written)):
         assert sorted(states) == sorted(whole.names)
         for name, found in states.items():
             rule = registry.rule_for(name)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from distributed_cases import Case, counted_collectives, counted_run
+from distributed_cases import Case, counted_collectives, counted_log, counted_over_a_strange_group, counted_run
 
 from leviathan_ds import accounting
 from leviathan_ds import recipe as recipes
@@ -30,6 +30,7 @@ CASES = [
     (Case(zero="zero3", accumulation=2, precision="bf16"), {}),
     (Case(zero="zero3", accumulation=2, recompute="full"), SOME_KEPT),
     (Case(zero="zero3", embedding="dense_tied"), NOTHING_KEPT),
+    (Case(tp=2, zero="zero0"), {}),
     (Case(tp=2, zero="zero1", accumulation=2, precision="bf16"), {}),
     (Case(tp=2, zero="zero2", embedding="dense_tied", recompute="selective"), {}),
     (Case(tp=2, zero="zero1", sequence_parallel=True, precision="bf16"), {}),
@@ -54,10 +55,27 @@ def test_two_ranks_communicate_what_the_formula_says(two_ranks, case, limits):
 
 @pytest.mark.parametrize(
     "case",
-    [Case(tp=2, zero="zero2", accumulation=2), Case(tp=2, zero="zero1", precision="bf16"), Case(zero="zero3")],
+    [
+        Case(tp=2, zero="zero0", accumulation=2),
+        Case(tp=2, zero="zero1", precision="bf16"),
+        Case(tp=2, zero="zero2", accumulation=2),
+        Case(tp=2, zero="zero3", precision="bf16"),
+        Case(zero="zero3"),
+    ],
 )
 def test_four_ranks_communicate_what_the_formula_says(four_ranks, case):
     check(four_ranks, case, {}, 4)
+
+
+def test_a_log_adds_what_the_docs_say(four_ranks, two_ranks):
+    for components, found in four_ranks.run(counted_log, Case(tp=2, zero="zero1", steps=3)):
+        assert found == {("world", "all_reduce"): 8 * components + 16, ("dp", "all_reduce"): 4 * 3}
+    for components, found in two_ranks.run(counted_log, Case(zero="zero3", steps=2)):
+        assert found == {("dp", "all_reduce"): 8 * components + 16 + 4 * 2}
+
+
+def test_ranks_that_are_no_known_group_are_refused(four_ranks):
+    four_ranks.run(counted_over_a_strange_group, Case(tp=2))
 
 
 def test_every_kind_of_collective_is_counted_whole(two_ranks):

@@ -109,7 +109,7 @@ def test_doctor_finds_two_sound_hosts_fit(cluster: Cluster) -> None:
 def test_doctor_names_everything_that_is_wrong(cluster: Cluster, corpus: Path) -> None:
     cluster.b.run(f"rm {cluster.disk}/{corpus.name}.bin")
     try:
-        process = start(cluster, "doctor.py", cluster.disk / "run", variables="CUDA_DEVICE_MAX_CONNECTIONS=1")
+        process = start(cluster, "doctor.py", cluster.disk / "run", variables="NVIDIA_TF32_OVERRIDE=1")
         output = finish(process)
     finally:
         copy_data(cluster.b, corpus)
@@ -117,7 +117,7 @@ def test_doctor_names_everything_that_is_wrong(cluster: Cluster, corpus: Path) -
     assert process.returncode != 0
     sentences = [line.split("failed: ", 1)[1] for line in output.splitlines() if "failed: " in line]
     told = {sentence.split(": ")[0]: sentence for sentence in sentences}
-    assert "CUDA_DEVICE_MAX_CONNECTIONS of the shell that typed deepspeed did not reach" in told["environment"]
+    assert "NVIDIA_TF32_OVERRIDE of the shell that typed deepspeed did not reach" in told["environment"]
     assert f"on node-b: {cluster.disk}/{corpus.name}.bin: no such file" in told["data"]
     assert "is not there on node-b" in told["run_dir"]
     assert told.keys() == {"environment", "data", "run_dir", "not fit for this run"}

@@ -43,8 +43,12 @@ class Measured:
     buffer_bytes: int = 0
 
 
-def examine(nodes: Sequence[NodeFacts], measured: Measured) -> list[Finding]:
-    """All findings, in the order of the table. The same on every rank."""
+def examine(nodes: Sequence[NodeFacts], measured: Measured, starting: bool = False) -> list[Finding]:
+    """All findings, in the order of the table. The same on every rank.
+
+    Args:
+        starting: the run starts now if nothing failed; False where only the doctor asks.
+    """
     return [
         check_hostfile(nodes),
         check_nodes(nodes),
@@ -55,7 +59,7 @@ def examine(nodes: Sequence[NodeFacts], measured: Measured) -> list[Finding]:
         check_batch(nodes),
         check_data(nodes),
         check_run_dir(nodes),
-        check_disk(nodes),
+        check_disk(nodes, starting),
         check_clocks(nodes, measured),
         check_all_reduce(nodes, measured),
     ]
@@ -144,52 +148,36 @@ def check_code(nodes: Sequence[NodeFacts]) -> Finding:
 
 
 def check_environment(nodes: Sequence[NodeFacts]) -> Finding:
-    """What rank 0's shell and its neighbours have of the variables that a rank needs."""
+    """The variables that a rank needs are the same everywhere, and those of the shell that started the ranks.
+
+    A failure only if one of `environment.MUST_AGREE` is not.
+    """
     first = nodes[0]
-    failures, notes = [], []
-    lost = {}
     caller = next((node.launcher_variables for node in nodes if node.launcher_variables is not None), {})
-    for name in caller.keys() - first.variables.keys():
-        needed = name.startswith(environment.COMMUNICATION)
-        if first.plan.recipe.run.wandb == "online":
-            needed = needed or name.startswith(environment.WANDB)
-        lost[name] = needed
-    if lost:
-        told = failures if any(lost.values()) else notes
-        told.append(f"{', '.join(sorted(lost))} of the shell that typed deepspeed did not reach the ranks")
-    for node in nodes[1:]:
-        # wandb runs on rank 0 alone.
-        names = {name for name in first.variables if not name.startswith(environment.WANDB)}
-        missing = sorted(names - node.variables.keys())
-        extra = sorted(
-            name
-            for name in node.variables.keys() - first.variables.keys()
-            if name.startswith(environment.COMMUNICATION)
-        )
-        differing = sorted(
-            name
-            for name in names & node.variables.keys()
-            if node.variables[name] != first.variables[name] and not environment.may_differ(name)
-        )
-        if missing:
-            needed = any(name.startswith(environment.COMMUNICATION) for name in missing)
-            (failures if needed else notes).append(
-                f"{', '.join(missing)} is set on {first.name} and missing on {node.name}"
-            )
-        if extra:
-            failures.append(f"{', '.join(extra)} is set on {node.name} and missing on {first.name}")
-        for name in differing:
-            values = f"{first.variables[name]} on {first.name}, {node.variables[name]} on {node.name}"
-            notes.append(f"{name} is {values}")
+    lost = sorted(caller.keys() - first.variables.keys())
+    told = [f"{', '.join(lost)} of the shell that typed deepspeed did not reach the ranks"] if lost else []
+    unequal = []
+    for name in sorted(set().union(*(node.variables for node in nodes))):
+        differing = _differing(nodes, lambda node, name=name: _value_that_counts(node, name))
+        if differing and not name.startswith(environment.WANDB):  # wandb runs on rank 0 alone
+            unequal.append(name)
+            told.append(f"{name} is {differing}")
     count = f"{len(first.variables)} variables of interest on {first.name}"
-    if not failures and not notes:
+    if not told:
         return Finding("environment", "ok", count)
     sentence = (
-        f"{'; '.join(failures + notes)}. Write them to a file and start with it: "
+        f"{'; '.join(told)}. Write them to a file and start with it: "
         "python launchers/doctor.py --write_env_file /path/env; DS_ENV_FILE=/path/env deepspeed … "
         "(without deepspeed's ssh: set them on every node alike)"
     )
-    return Finding("environment", "failed" if failures else "note", count, sentence)
+    serious = environment.MUST_AGREE & {*lost, *unequal}
+    return Finding("environment", "failed" if serious else "note", count, sentence)
+
+
+def _value_that_counts(node: NodeFacts, name: str) -> str:
+    if name not in node.variables:
+        return "absent"
+    return "set" if environment.may_differ(name) else node.variables[name]
 
 
 def check_recipe(nodes: Sequence[NodeFacts]) -> Finding:
@@ -273,8 +261,11 @@ def check_run_dir(nodes: Sequence[NodeFacts]) -> Finding:
     return Finding("run_dir", "failed", str(run_dir), sentence)
 
 
-def check_disk(nodes: Sequence[NodeFacts]) -> Finding:
-    """The run directory's disk holds the checkpoints that are kept, and the one being written."""
+def check_disk(nodes: Sequence[NodeFacts], starting: bool) -> Finding:
+    """The run directory's disk holds the checkpoints that are kept, and the one being written.
+
+    At a start no failure: a run survives a full disk (training/checkpoint.py), and room may be made meanwhile.
+    """
     first = nodes[0]
     free = f"{_size(first.free_bytes)} free"
     if first.checkpoint_bytes is None:
@@ -291,7 +282,7 @@ def check_disk(nodes: Sequence[NodeFacts]) -> Finding:
         f"written need {_size(needed)} more: free some, or choose a smaller run.keep_checkpoints or another "
         "--run_dir"
     )
-    return Finding("disk", "failed", found, sentence)
+    return Finding("disk", "note" if starting else "failed", found, sentence)
 
 
 def check_clocks(nodes: Sequence[NodeFacts], measured: Measured) -> Finding:

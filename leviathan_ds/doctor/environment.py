@@ -14,10 +14,21 @@ from pathlib import Path
 
 from data_prep.errors import UserError
 
-COMMUNICATION = ("NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH_", "PYTORCH_")
-"""What decides how ranks compute and talk: has to be the same everywhere."""
+MUST_AGREE = {
+    # How NCCL sends: ranks that choose differently wait for each other for ever, or cannot connect.
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_NET",
+    "NCCL_IB_DISABLE",
+    # How NVIDIA's libraries multiply: in TF32 or not, in which workspace and so in which order of sums.
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "CUBLAS_WORKSPACE_CONFIG",
+}
+"""Variables without which, or with another value of which, a node does not compute or talk as the others do."""
 WANDB = ("WANDB_",)
-OTHERS = ("HF_", "OMP_", "MKL_", "KMP_", "DS_", "TRITON_", "TOKENIZERS_")
+_PREFIXES = (*WANDB, "NCCL_", "GLOO_", "UCX_", "FI_", "CUDA_", "TORCH_", "PYTORCH_", "HF_", "OMP_", "MKL_", "KMP_")
+_PREFIXES += ("DS_", "TRITON_", "TOKENIZERS_")
 _PLACES = {"PYTHONPATH", "LD_LIBRARY_PATH", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME", "CC"}
 _PLACES |= {"http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"}
 # Of one node, or of the launcher itself.
@@ -30,11 +41,10 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that every rank of a job should have from the shell that starts it, sorted by name."""
-    prefixes = (*COMMUNICATION, *WANDB, *OTHERS)
     return {
         name: value
         for name, value in sorted(environment.items())
-        if (name.startswith(prefixes) or name in _PLACES) and name not in _NEVER
+        if (name.startswith(_PREFIXES) or name in _PLACES | MUST_AGREE) and name not in _NEVER
     }
 
 
@@ -53,7 +63,7 @@ def shown(environment: Mapping[str, str]) -> dict[str, str]:
 
 def may_differ(name: str) -> bool:
     """Whether nodes may rightly have different values of a variable: names of their network cards."""
-    return name.startswith(_MAY_DIFFER)
+    return name.startswith(_MAY_DIFFER) and name not in MUST_AGREE
 
 
 def write_env_file(path: Path, environment: Mapping[str, str]) -> list[str]:

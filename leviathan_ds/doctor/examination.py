@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import socket
 import time
 import uuid
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from rich.table import Table
 from data_prep.errors import UserError
 from leviathan_ds import run_directory
 from leviathan_ds.doctor.checks import Finding, Measured, examine
-from leviathan_ds.doctor.facts import Plan, is_there, node_facts
+from leviathan_ds.doctor.facts import NodeFacts, Plan, is_there, node_facts
+from leviathan_ds.parallel import engine as engines
 from leviathan_ds.parallel import topology
 from leviathan_ds.parallel.launch import LaunchEnvironment
 
@@ -33,6 +35,8 @@ _BANDWIDTH_ROUNDS = 5
 def examination(plan: Plan, starting: bool = False) -> list[Finding]:
     """Ask every check; the findings are the same on all ranks. Collective over the world.
 
+    Raises UserError on all ranks alike where a node could not be asked.
+
     Args:
         plan: what this node is to run.
         starting: the run starts if all is well: leave out the bandwidth, and keep the run directory.
@@ -43,12 +47,23 @@ def examination(plan: Plan, starting: bool = False) -> list[Finding]:
         measured = _measure(bandwidth=not starting)
         if problem is not None:
             plan = dataclasses.replace(plan, problems={**plan.problems, "run_dir": problem})
-        facts = _gathered(node_facts(plan, shared) if speaks else None)
-    findings = examine([node for node in facts if node is not None], measured)
-    if topology.rank() == 0 and made and not (starting and _fit(findings)):
+        told = _gathered(_facts_or_trouble(plan, shared) if speaks else None)
+    troubles = [trouble for trouble in told if isinstance(trouble, str)]
+    findings = [] if troubles else examine([node for node in told if node is not None], measured, starting)
+    if topology.rank() == 0 and made and not (starting and findings and _fit(findings)):
         with contextlib.suppress(OSError):
             plan.run_dir.rmdir()
+    if troubles:
+        raise UserError(f"the doctor could not examine {'; '.join(troubles)}")
     return findings
+
+
+def _facts_or_trouble(plan: Plan, run_dir_shared: bool) -> NodeFacts | str:
+    """Of this node. An exception here would leave the other ranks waiting: it travels to them instead."""
+    try:
+        return node_facts(plan, run_dir_shared)
+    except Exception as error:
+        return f"{socket.gethostname()}: {type(error).__name__}: {error}"
 
 
 def _fit(findings: Sequence[Finding]) -> bool:
@@ -69,6 +84,11 @@ def require_fit(plan: Plan) -> None:
     if failed:
         more = f" ({len(failed) - 1} more: launchers/doctor.py tells all)" if len(failed) > 1 else ""
         raise UserError(failed[0].sentence + more)
+
+
+def all_say(answer: bool) -> bool:
+    """Whether the answer is yes on every rank. Collective."""
+    return all(_gathered(answer))
 
 
 def report(findings: Sequence[Finding]) -> None:
@@ -137,17 +157,12 @@ def _all_reduce(size_bytes: int, rounds: int) -> tuple[bool, float]:
     for _ in range(rounds):
         torch.add(pattern, rank, out=values)
         topology.barrier()
-        _synchronize()
+        engines.synchronize()
         start = time.perf_counter()
         dist.all_reduce(values)
-        _synchronize()
+        engines.synchronize()
         seconds.append(time.perf_counter() - start)
     return bool(torch.equal(values, expected)), 2 * (world_size - 1) / world_size * size_bytes / min(seconds)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _clock_offsets() -> list[float]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
-import platform
 import shutil
 import socket
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +16,12 @@ from torch.cuda import nccl
 import data_prep
 import leviathan_ds
 from data_prep.errors import UserError
-from leviathan_ds import accounting, run_directory
+from leviathan_ds import accounting, run_directory, software
 from leviathan_ds.config import Recipe
 from leviathan_ds.data.dataset import check_data
 from leviathan_ds.doctor import environment
 from leviathan_ds.parallel import ds_config, engine, hostfile, topology
 from leviathan_ds.parallel.launch import LaunchEnvironment
-
-_PACKAGES = ("torch", "deepspeed", "megatron-core", "numpy", "safetensors", "sentencepiece")
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class NodeFacts:
     device: str
     versions: dict[str, str]
     commit: str | None
-    """git's, with a mark for changed files; None where there is no git."""
+    """`software.commit`, 12 digits of it."""
     source: str
     """Digest of the code that runs."""
     variables: dict[str, str]
@@ -116,7 +111,7 @@ def node_facts(plan: Plan, run_dir_shared: bool) -> NodeFacts:
         first_rank=launched.rank - launched.local_rank,
         device=topology.device_name(),
         versions=versions(),
-        commit=_commit(Path(leviathan_ds.__file__).parents[1]),
+        commit=software.commit(digits=12),
         source=_source_digest(),
         variables=environment.shown(os.environ),
         launcher_variables=None if caller is None else environment.shown(caller),
@@ -134,26 +129,12 @@ def node_facts(plan: Plan, run_dir_shared: bool) -> NodeFacts:
 
 def versions() -> dict[str, str]:
     """Versions of what must be the same on all nodes, by package."""
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        found[package] = importlib.metadata.version(package)
+    found = software.versions()
     if torch.version.cuda is not None:
         found["CUDA"] = torch.version.cuda
     if torch.cuda.is_available():
         found["NCCL"] = ".".join(map(str, nccl.version()))
     return found
-
-
-def _commit(root: Path) -> str | None:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short=12", "HEAD") + (" with changed files" if changed else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def _source_digest() -> str:

@@ -36,8 +36,7 @@ class CountCollectives(TorchDispatchMode):
     scattered. A group of one rank moves nothing and is not counted. Counts the calls of one thread: on a GPU the
     backward pass has another.
 
-    Raises RuntimeError at a collective that is none of `Kind`, or that crosses neither the data-parallel nor the
-    tensor-parallel group.
+    Raises RuntimeError at a collective that is none of `Kind`, or whose ranks are none of `Group`.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,9 @@ def _group_name(ranks: list[int]) -> Group:
         return "tp"
     if ranks == dist.get_process_group_ranks(parallel_state.get_data_parallel_group()):  # pyright: ignore[reportArgumentType]
         return "dp"
-    raise RuntimeError(f"a collective over ranks {ranks}, neither a data-parallel nor a tensor-parallel group")
+    if len(ranks) == dist.get_world_size():
+        return "world"
+    raise RuntimeError(f"a collective over ranks {ranks}, no group that docs/scaling.md knows")
 
 
 def _num_bytes(argument: Any) -> int:

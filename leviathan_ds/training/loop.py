@@ -44,7 +44,10 @@ def run(job: Job) -> int:
     """
     recipe = job.recipe
     topology.initialize(recipe.parallel.tensor_model_parallel_size, recipe.run.distributed_timeout_minutes)
-    examination.require_fit(facts.Plan(recipe, job.run_dir, job.ds_config, tuple(job.data.fingerprints)))
+    plan = facts.Plan(recipe, job.run_dir, job.ds_config, tuple(job.data.fingerprints))
+    seems_finished = examination.all_say(job.finished)
+    if not seems_finished:
+        examination.require_fit(plan)
     _check_same_start(job)
     if recipe.run.verify_checkpoints == "checksums":
         job = without_damage(job, checkpoint.damage)
@@ -52,6 +55,8 @@ def run(job: Job) -> int:
         if topology.rank() == 0:
             print(f"{job.run_dir} is done: all {recipe.training.train_steps} steps were trained, nothing to do")
         return 0
+    if seems_finished:  # but its last checkpoint is damaged
+        examination.require_fit(plan)
     state = None if job.resume_from is None else run_directory.read_state(job.resume_from)
     if topology.rank() == 0:
         write_run_dir(job)

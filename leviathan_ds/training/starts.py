@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import platform
 import socket
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from leviathan_ds import run_directory
+from leviathan_ds import run_directory, software
 from leviathan_ds.parallel import topology
 from leviathan_ds.training.job import Job
 
-_PACKAGES = ("torch", "deepspeed", "megatron-core", "numpy", "transformers", "safetensors", "wandb")
+_PACKAGES = (*software.PACKAGES, "transformers", "wandb")
 
 
 def record_start(job: Job) -> None:
@@ -40,27 +37,12 @@ def describe_start(job: Job) -> dict[str, Any]:
         "device": topology.device_name(),
         "world_size": topology.world_size(),
         "layout": job.layout,
-        "git": git_state(),
+        "git": software.commit(),
         "platform": platform.platform(),
         "cuda": torch.version.cuda,
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "versions": software.versions(_PACKAGES),
         "data": _data_mix(job),
     }
-
-
-def git_state() -> str | None:
-    """Commit of this code, with "-dirty" where tracked files differ from it; None outside a git work tree."""
-    try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def _data_mix(job: Job) -> list[dict[str, Any]]:
