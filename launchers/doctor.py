@@ -17,6 +17,7 @@ from data_prep.errors import UserError
 from leviathan_ds import recipe as recipes
 from leviathan_ds.parallel.launch import (
     LaunchEnvironment,
+    StartFailure,
     exit_interrupted,
     exit_with,
     quiet_interrupts,
@@ -74,7 +75,7 @@ def write_env_file(path: Path) -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except UserError as error:
+    except (UserError, StartFailure) as error:
         exit_with(error)
     except KeyboardInterrupt:
         exit_interrupted()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from data_prep.errors import UserError
@@ -12,9 +13,11 @@ from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.parallel.launch import (
     LaunchEnvironment,
+    StartFailure,
     claimed,
     exit_interrupted,
     exit_with,
+    hear_stop_signals,
     locked,
     quiet_interrupts,
     quiet_libraries,
@@ -25,6 +28,7 @@ DEMO_RECIPE = Path(__file__).parent.parent / "recipes" / "demo.yaml"
 
 
 def main(arguments: list[str]) -> int:
+    hear_stop_signals()
     environment = LaunchEnvironment.read()
     parser = recipes.build_parser(str(__doc__))
     parser.add_argument("--ds_config", type=str, required=True, help="DeepSpeed's JSON, see ds_configs/")
@@ -47,17 +51,27 @@ def main(arguments: list[str]) -> int:
 
     checked = job.prepare(recipe, Path(options.ds_config), run_dir, environment.world_size)
     # One start at a time in a run directory, on whatever machines: rank 0 holds it.
-    with claimed(run_dir / run_directory.LOCK) if environment.rank == 0 else nullcontext():
+    with held(run_dir) if environment.rank == 0 else nullcontext():
         code = loop.run(checked)
     # Not after a failure: the other ranks may be waiting in a collective, and leaving would wait for them.
     topology.shutdown()
     return code
 
 
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """The run directory for this start alone. A request to stop is forgotten before, and after it was met."""
+    stop = run_dir / run_directory.STOP
+    with claimed(run_dir / run_directory.LOCK):
+        stop.unlink(missing_ok=True)
+        yield
+        stop.unlink(missing_ok=True)
+
+
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except UserError as error:
+    except (UserError, StartFailure) as error:
         exit_with(error)
     except KeyboardInterrupt:
         exit_interrupted()

@@ -1,6 +1,6 @@
 """Run a job, and start it again after a fault: python launchers/supervise.py --auto_restart 3 -- deepspeed …
 
-SIGTERM or SIGUSR1 to this process makes the job save and stop; it is then not started again.
+SIGTERM, SIGUSR1 or one Ctrl-C to this process makes the job save and stop; it is then not started again.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ RUN/metrics.jsonl            one line per step and per validation
 RUN/faults.jsonl             one line per skipped step: why, and its samples; per rollback; per stop
 RUN/summary.json             what the run reached
 RUN/lock                     held by the job that trains here
+RUN/met                      written anew when all ranks of a start have met
+RUN/stop                     made by anybody who wants the run to save and stop
 RUN/checkpoints/step_00000100/     written aside, renamed when whole
     manifest.json            sizes and CRC-32s of all files: its presence after the rename means complete
     recipe.yaml              as above
@@ -39,7 +41,7 @@ RECIPE, DS_CONFIG, TOKENIZER = "recipe.yaml", "ds_config.json", "tokenizer.model
 METRICS, SUMMARY, WANDB_ID = "metrics.jsonl", "summary.json", "wandb_id"
 FAULTS = "faults.jsonl"
 STARTS, TENSORBOARD, TRACES = "starts.jsonl", "tensorboard", "traces"
-LOCK = "lock"
+LOCK, MET, STOP = "lock", "met", "stop"
 PROBE = ".probe_"  # begins the name of a file that is there while nodes look whether they share the directory
 CHECKPOINTS, MANIFEST, TRAINER_STATE = "checkpoints", "manifest.json", "trainer_state.json"
 

@@ -78,7 +78,7 @@ def test_all_ranks_stop_after_the_step_in_which_one_was_asked(two_ranks, tmp_pat
     assert [step for step, _ in first] == [0, 1]
     assert first[0][1] is None
     assert first[1][1] == (
-        "run.exit_duration_minutes is over" if how == "age" else "1 of 2 ranks got SIGTERM or SIGUSR1"
+        "run.exit_duration_minutes is over" if how == "age" else "1 of 2 ranks got SIGTERM, SIGUSR1 or RUN/stop"
     )
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from data_prep.errors import UserError
+from launchers import pretrain
+from leviathan_ds import run_directory
 from leviathan_ds.parallel import launch
-from leviathan_ds.parallel.launch import LaunchEnvironment
+from leviathan_ds.parallel.launch import LaunchEnvironment, StartFailure
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -86,15 +88,41 @@ def test_lock_of_a_killed_holder_is_free(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("local_rank", "waits"), [("0", []), ("1", [launch._SPEAK_UP_AFTER_S])])
-def test_a_mistake_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], local_rank: str, waits: list[float]
+@pytest.mark.parametrize(("kind", "code"), [(UserError, 2), (StartFailure, 69)])
+def test_a_mistake_or_a_failed_start_is_one_line_and_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    local_rank: str,
+    waits: list[float],
+    kind: type[UserError | StartFailure],
+    code: int,
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(SystemExit) as exited:
-        launch.exit_with(UserError("the reason"))
-    assert exited.value.code == 2
+        launch.exit_with(kind("the reason"))
+    assert exited.value.code == code
     assert capsys.readouterr().err == "error: the reason\n"
     assert slept == waits
+
+
+def test_a_rank_below_deaf_launchers_hears_sigusr1() -> None:
+    """A request during start-up ends it: `supervise` has all launchers ignore the signal, which is inherited."""
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with pytest.raises(UserError, match="no_such_option"):
+            pretrain.main(["--no_such_option"])
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_request_to_stop_is_of_one_start(tmp_path: Path) -> None:
+    stop = tmp_path / run_directory.STOP
+    stop.touch()
+    with pretrain.held(tmp_path):
+        assert not stop.exists(), "for a start that is gone"
+        stop.touch()
+    assert not stop.exists(), "met"

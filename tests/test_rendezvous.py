@@ -7,10 +7,10 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
-from data_prep.errors import UserError
 from leviathan_ds.parallel import hostfile, rendezvous
-from leviathan_ds.parallel.launch import LaunchEnvironment
+from leviathan_ds.parallel.launch import LaunchEnvironment, StartFailure
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def meet(ranks: list[int], world_size: int, timeout_s: float) -> list[str]:
             store = rendezvous.meet(
                 LaunchEnvironment(rank, 0, world_size, 1), datetime.timedelta(seconds=timeout_s)
             )
-        except UserError as error:
+        except StartFailure as error:
             return str(error)
         stores.append(store)  # rank 0's serves the others until all have read
         return "met"
@@ -71,3 +71,20 @@ def test_a_port_that_is_taken(address: int) -> None:
         other.listen()
         (said,) = meet([0], 2, 1)
     assert said.startswith(f"rank 0 cannot listen at 127.0.0.1:{address}: ")
+
+
+def test_a_restart_by_torchrun_sees_nothing_of_the_start_before(
+    monkeypatch: pytest.MonkeyPatch, address: int
+) -> None:
+    """Its agent keeps the server; the dead start's keys would be taken for this one's addresses and ballots."""
+    server = dist.TCPStore("127.0.0.1", address, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for attempt in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        with ThreadPoolExecutor(2) as threads:
+            ranks = [LaunchEnvironment(rank, rank, 2, 2) for rank in (0, 1)]
+            stores = list(threads.map(lambda rank: rendezvous.meet(rank, datetime.timedelta(seconds=60)), ranks))
+        assert not stores[1].check(["address of rank 0"])
+        stores[0].set("address of rank 0", "somewhere")
+        assert stores[1].check(["address of rank 0"])
+    del server

@@ -80,7 +80,7 @@ def test_a_stopped_run_saves_and_goes_on(recipe, undisturbed, tmp_path):
     wait_until(job, trained(run_dir))
     rank_process(job, 0).parent().terminate()  # pyright: ignore[reportOptionalMemberAccess]
     output = job.communicate(timeout=200)[0]
-    assert "ranks got SIGTERM or SIGUSR1; saved, the same command goes on" in output, output
+    assert "ranks got SIGTERM, SIGUSR1 or RUN/stop; saved, the same command goes on" in output, output
     assert "DataLoader worker" not in output, output
     first = run_directory.read_state(run_directory.complete_checkpoints(run_dir)[-1]).step
     assert first < STEPS and first % 10, "a step of its own, not the last regular one"

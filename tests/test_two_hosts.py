@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from leviathan_ds import accounting, run_directory
 from leviathan_ds import recipe as recipes
+from leviathan_ds.parallel.launch import EXIT_STOPPED
 
 pytestmark = pytest.mark.slow
 
@@ -66,13 +67,13 @@ def copy_data(host: Host, corpus: Path) -> None:
 
 
 def start(
-    cluster: Cluster, launcher: str, run_dir: Path, *options: str, variables: str = ""
+    cluster: Cluster, launcher: str, run_dir: Path, *options: str, variables: str = "", under: str = ""
 ) -> subprocess.Popen[str]:
-    """`deepspeed` typed on node-a, over both hosts."""
+    """`deepspeed` typed on node-a, over both hosts, perhaps under another command."""
     folder = cluster.folder
     line = (
         f"cd {ROOT}; {variables} PYTHONPATH={ROOT} DS_ENV_FILE={folder}/env "
-        f"PDSH_SSH_ARGS_APPEND='-F {folder}/ssh_config' "
+        f"PDSH_SSH_ARGS_APPEND='-F {folder}/ssh_config' {under} "
         f"{DEEPSPEED} --hostfile {folder}/hosts --launcher pdsh --no_ssh_check --master_addr {cluster.a.address} "
         f"launchers/{launcher} --ds_config ds_configs/zero1.json --config {folder}/tiny.yaml --run_dir {run_dir} "
         + " ".join(options)
@@ -131,7 +132,7 @@ def test_a_run_directory_on_each_hosts_own_disk_is_refused_at_the_first_start(cl
     assert "is not there on node-b" in output
     for host in cluster.hosts:
         left = host.run(f"mkdir -p {cluster.disk}/run; ls -A {cluster.disk}/run").stdout.split()
-        assert set(left) <= {run_directory.LOCK}, "something was left behind"
+        assert set(left) <= {run_directory.LOCK, run_directory.MET}, "something was left behind"
 
 
 def test_a_host_that_is_down_is_named(cluster: Cluster, corpus: Path) -> None:
@@ -200,3 +201,23 @@ def test_a_killed_host_and_a_second_start_end_as_one_undisturbed_machine(cluster
     estimate = accounting.checkpoint_bytes(recipes.load(run_dir / run_directory.RECIPE), zero_stage=1)
     print(f"a checkpoint: {size:,} bytes, estimated {estimate:,}")
     assert estimate < size < 1.25 * estimate  # random states and framing weigh something at this size
+
+
+def test_a_supervised_run_saves_on_both_hosts_at_sigterm(cluster: Cluster) -> None:
+    """No rank is below the supervisor: pdsh starts them by sshd."""
+    run_dir = cluster.folder / "stopped"
+    supervise = f"{sys.executable} launchers/supervise.py --auto_restart 2 --"
+    process = start(cluster, "pretrain.py", run_dir, "--training.train_steps=4000", under=supervise)
+    began = time.monotonic()
+    while len(steps(run_dir)) < 3:
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < began + LIMIT_S, "no step"
+        time.sleep(0.1)
+    cluster.a.run(f"pkill -TERM -f '^{sys.executable} launchers/supervise'")
+    output = finish(process)
+    assert process.returncode == EXIT_STOPPED, output
+    assert "1 of 4 ranks got SIGTERM, SIGUSR1 or RUN/stop; saved, the same command goes on" in output, output
+    assert "no restart: asked to stop" in output
+    saved = run_directory.complete_checkpoints(run_dir)[-1]
+    assert run_directory.step_of(saved) == max(steps(run_dir))
+    assert not (run_dir / run_directory.STOP).exists()

@@ -21,7 +21,8 @@ from data_prep.errors import UserError
 # How a rank ends, beside 0 (done) and 1 (a traceback); docs/faults.md.
 EXIT_MISTAKE = 2
 EXIT_DIVERGED = 65  # too many skipped steps in a row: the same start would meet them again
-EXIT_STOPPED = 75  # saved on request (a signal, run.exit_duration_minutes): the same command goes on
+EXIT_NOT_MET = 69  # the ranks did not get together: a node may have died, and the same start may succeed
+EXIT_STOPPED = 75  # saved on request (a signal, RUN/stop, run.exit_duration_minutes): the same command goes on
 EXIT_HUNG = 124  # the watchdog's, as timeout(1) has it
 EXIT_INTERRUPTED = 130
 
@@ -29,6 +30,13 @@ EXIT_INTERRUPTED = 130
 _SPEAK_UP_AFTER_S = 20.0
 
 _logger = logging.getLogger(__name__)
+
+
+class StartFailure(RuntimeError):
+    """The ranks of a job did not get together; its message is one line that says who or what is missing.
+
+    Unlike after a UserError another start may succeed, as when a node has died and comes back.
+    """
 
 
 @dataclass(frozen=True)
@@ -77,22 +85,27 @@ def quiet_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def hear_stop_signals() -> None:
+    """Let SIGUSR1 end this rank until its watchdog takes it: `supervise` starts the launchers above deaf to it."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
 def exit_interrupted() -> NoReturn:
     """End this rank after Ctrl-C: one line, exit code 130, without waiting for ranks that are gone."""
     print("stopped; the same command goes on from the last checkpoint", file=sys.stderr, flush=True)
     os._exit(EXIT_INTERRUPTED)
 
 
-def exit_with(error: UserError) -> NoReturn:
-    """End this rank after a user's mistake: one line on each node, exit code 2.
+def exit_with(error: UserError | StartFailure) -> NoReturn:
+    """End this rank with one line on each node: exit code EXIT_MISTAKE, or EXIT_NOT_MET after a StartFailure.
 
     The launcher kills the other ranks as soon as one has failed. So those that do not speak for their node
-    wait to be killed; if they are not, the mistake is theirs alone and they say it.
+    wait to be killed; if they are not, the error is theirs alone and they say it.
     """
     if LaunchEnvironment.read().local_rank != 0:
         time.sleep(_SPEAK_UP_AFTER_S)
     print(f"error: {error}", file=sys.stderr, flush=True)
-    sys.exit(EXIT_MISTAKE)
+    sys.exit(EXIT_MISTAKE if isinstance(error, UserError) else EXIT_NOT_MET)
 
 
 @contextmanager

@@ -14,9 +14,8 @@ import time
 
 import torch.distributed as dist
 
-from data_prep.errors import UserError
 from leviathan_ds.parallel import hostfile
-from leviathan_ds.parallel.launch import LaunchEnvironment
+from leviathan_ds.parallel.launch import LaunchEnvironment, StartFailure
 
 _PREFIX = "roll_call"  # in the store, beside torch's own keys
 
@@ -24,7 +23,9 @@ _PREFIX = "roll_call"  # in the store, beside torch's own keys
 def meet(environment: LaunchEnvironment, timeout: datetime.timedelta) -> dist.Store:
     """Wait until every rank of the job has come; returns their store, at MASTER_ADDR:MASTER_PORT.
 
-    Raises UserError on all ranks that came: naming those that did not within `timeout`, or the address where
+    Its keys are of this start alone, also where torchrun's agent keeps the server over restarts.
+
+    Raises StartFailure on all ranks that came: naming those that did not within `timeout`, or the address where
     no rank 0 answers.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -39,14 +40,15 @@ def meet(environment: LaunchEnvironment, timeout: datetime.timedelta) -> dist.St
             wait_for_workers=False,
             multi_tenant=True,
         )
-        call = dist.PrefixStore(f"{_PREFIX}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        call = dist.PrefixStore(_PREFIX, store)
         call.set(str(environment.rank), "here")
     except dist.DistError as error:
         if environment.rank == 0:
-            raise UserError(
+            raise StartFailure(
                 f"rank 0 cannot listen at {address}:{port}: {_first_line(error)}; is another job there?"
             ) from error
-        raise UserError(
+        raise StartFailure(
             f"no rank 0 answers at {address}:{port}: {_first_line(error)}; it has not started, has ended, or a "
             "firewall is between (see its own output, and --master_addr)"
         ) from error
@@ -57,11 +59,13 @@ def meet(environment: LaunchEnvironment, timeout: datetime.timedelta) -> dist.St
         call.wait(["verdict"], timeout * 2)
         verdict = call.get("verdict").decode()
     except dist.DistError as error:
-        raise UserError(f"rank 0 at {address}:{port} is gone: {_first_line(error)}; see its own output") from error
+        raise StartFailure(
+            f"rank 0 at {address}:{port} is gone: {_first_line(error)}; see its own output"
+        ) from error
     if verdict:
         if environment.rank == 0:
             time.sleep(2.0)  # its end closes the store, where the others are reading this
-        raise UserError(verdict)
+        raise StartFailure(verdict)
     return store
 
 

@@ -23,7 +23,12 @@ NO_RESTART = {
     EXIT_MISTAKE: "a mistake to mend",
     EXIT_DIVERGED: "too many skipped steps in a row",
     EXIT_INTERRUPTED: "Ctrl-C",
+    126: "the command cannot be run",
+    127: "there is no such command",
 }
+
+# Without SIGUSR1, of which the launchers below would die when Slurm sends it to everyone. The ranks take it.
+_DEAF = ("sh", "-c", 'trap "" USR1; exec "$@"', "sh")
 
 _POLL_S = 0.5
 # DeepSpeed's pdsh runner ends the ranks of other hosts after SIGTERM, which takes it this long at the most.
@@ -36,7 +41,8 @@ class Supervisor:
 
     Attributes:
         command: of the whole job, as `deepspeed …`.
-        run_dir: of the job: its recipe is written anew as soon as all ranks have met.
+        run_dir: of the job, on a disk that this machine sees: the ranks write RUN/met anew as soon as all of them
+            have met, and RUN/stop asks them to save and stop.
         auto_restart: restarts at the most.
         rendezvous_timeout_s: for a start until then; when a node dies before, the launcher waits for ever.
         restart_stopped: restart also after EXIT_STOPPED, when not this process itself was asked to stop.
@@ -52,7 +58,9 @@ class Supervisor:
     _asked_to_stop: bool = False
 
     def run(self) -> int:
-        """Exit code of the last attempt. In the main thread: takes SIGTERM and SIGUSR1 while it runs."""
+        """Exit code of the last attempt. In the main thread: takes SIGTERM, SIGUSR1 and a first Ctrl-C."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._ask_to_stop)
         restarts = 0
         while True:
             code, reason = self._attempt()
@@ -73,20 +81,24 @@ class Supervisor:
 
     def _attempt(self) -> tuple[int, str]:
         """Exit code of one attempt and what is to be said of it; no process of it is left."""
-        recipe = self.run_dir / run_directory.RECIPE
-        written_before = _written_ns(recipe)
-        # Ignored by the launchers below, which would die of it when Slurm sends it to everyone; the ranks take it.
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        met_before = _written_ns(self.run_dir / run_directory.MET)
         # By LOCAL_RANK ranks are told from launchers below.
         environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
-        process = subprocess.Popen(self.command, env=environment, start_new_session=True)
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda *_, process=process: self._ask_to_stop(process))
+        process = subprocess.Popen([*_DEAF, *self.command], env=environment, start_new_session=True)
         deadline = time.monotonic() + self.rendezvous_timeout_s
-        met = False
+        met = asked = False
         try:
             while process.poll() is None:
-                met = met or _written_ns(recipe) != written_before
+                met = met or _written_ns(self.run_dir / run_directory.MET) != met_before
+                if self._asked_to_stop and not met:
+                    return EXIT_STOPPED, "asked to stop before all ranks had met"
+                if self._asked_to_stop:
+                    if not asked:
+                        _say("asked to stop: the job saves after its step; a Ctrl-C ends it at once")
+                    # Not by a signal: it would reach no rank of another host, and DeepSpeed's launcher kills a
+                    # rank 30 s after one. Again and again, as a job that is starting removes it.
+                    (self.run_dir / run_directory.STOP).touch()
+                    asked = True
                 if not met and time.monotonic() > deadline:
                     minutes = self.rendezvous_timeout_s / 60
                     return 1, f"the ranks have not met in {minutes:g} minutes (--rendezvous_timeout_minutes)"
@@ -95,21 +107,18 @@ class Supervisor:
             if code == 0 and any(_is_rank(each) for each in _session(process.pid)):
                 return 1, "the launcher is gone and left its ranks behind"  # DeepSpeed's runner says 0 then
             return (128 - code if code < 0 else code), f"the job ended with code {code}"
+        except OSError as error:
+            return 1, f"asked to stop, but {error.filename} cannot be written: {error.strerror}"
         finally:
             self._end(process)
+            if asked:
+                with contextlib.suppress(OSError):
+                    (self.run_dir / run_directory.STOP).unlink(missing_ok=True)
 
-    def _ask_to_stop(self, process: subprocess.Popen) -> None:
-        """Have the job save and stop: its ranks agree on the step, so that those of this machine suffice.
-
-        Not by way of DeepSpeed's launcher, which kills a rank 30 s after a request, and of itself ends with 1.
-        """
+    def _ask_to_stop(self, *_: object) -> None:
+        """The handler of signals; the loop in `_attempt` does what is to be done."""
         self._asked_to_stop = True
-        ranks = [each for each in _session(process.pid) if _is_rank(each)]
-        for each in ranks:
-            each.send_signal(signal.SIGUSR1)
-        if not ranks:  # on other hosts, or not there yet
-            process.terminate()
-        _say(f"asked to stop: {len(ranks)} ranks of this machine save after their step")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _end(self, process: subprocess.Popen) -> None:
         if process.poll() is None:

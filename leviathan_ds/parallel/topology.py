@@ -14,11 +14,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import random as megatron_random
 
-from data_prep.errors import UserError
 from leviathan_ds.parallel import rendezvous
-from leviathan_ds.parallel.launch import LaunchEnvironment
+from leviathan_ds.parallel.launch import LaunchEnvironment, StartFailure
 
-# Ranks wait in it for the slowest disk. A rank that dies is noticed at once, by its closed connection.
+# Ranks wait in it for the slowest disk. A rank that dies is noticed at once, by its closed connection; one whose
+# disk is dead is ended by its watchdog.
 _BACKGROUND_TIMEOUT = datetime.timedelta(hours=2)
 
 _background_group: dist.ProcessGroup | None = None
@@ -38,22 +38,35 @@ def initialize(tensor_model_parallel_size: int, timeout_minutes: float = 10.0) -
     """Start torch.distributed under the launcher (or alone) and build Megatron's process groups.
 
     Collective over all ranks. Ranks of one tensor-parallel group are neighbours, so that TP stays in a node.
-    A collective of any group, gloo's and NCCL's, fails after timeout_minutes. Raises UserError on every rank that
-    came when others do not within that time, and when they cannot connect to each other.
+    A collective of any group, gloo's and NCCL's, fails after timeout_minutes. Raises StartFailure on every rank
+    that came when others do not within that time, and when they cannot connect to each other.
     """
     environment = LaunchEnvironment.read()
     if torch.cuda.is_available():
         torch.cuda.set_device(environment.local_rank)
     else:
         _prepare_cpu(environment)
-    _initialize_process_group(environment, datetime.timedelta(minutes=timeout_minutes))
-    if parallel_state.model_parallel_is_initialized() and tensor_parallel_size() == tensor_model_parallel_size:
-        return  # groups are never freed while the world lives: each of them keeps threads and sockets
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        distributed_timeout_minutes=timeout_minutes,  # pyright: ignore[reportArgumentType]
-    )
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    store = None
+    if environment.world_size > 1 and not dist.is_initialized():
+        store = rendezvous.meet(environment, timeout)
+    try:
+        _initialize_process_group(environment, store, timeout)
+        if parallel_state.model_parallel_is_initialized() and tensor_parallel_size() == tensor_model_parallel_size:
+            return  # groups are never freed while the world lives: each of them keeps threads and sockets
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_model_parallel_size,
+            distributed_timeout_minutes=timeout_minutes,  # pyright: ignore[reportArgumentType]
+        )
+    except RuntimeError as error:
+        if store is None:
+            raise
+        raise StartFailure(
+            f"the ranks met, but cannot talk to each other: {str(error).strip().splitlines()[0]}; name the "
+            "network card between the nodes in GLOO_SOCKET_IFNAME (with NCCL too) and NCCL_SOCKET_IFNAME "
+            "(`ip address` shows them), and look for a firewall between their other ports"
+        ) from error
     # Sequence parallelism forks Megatron's CUDA generator around the layers. Nothing here is random after
     # initialisation (no dropout), so the tracker that leaves generators alone is the right one everywhere.
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
@@ -68,29 +81,30 @@ def _prepare_cpu(environment: LaunchEnvironment) -> None:
         torch.set_num_threads(max(1, cores // environment.local_world_size))
 
 
-def _initialize_process_group(environment: LaunchEnvironment, timeout: datetime.timedelta) -> None:
+def _initialize_process_group(
+    environment: LaunchEnvironment,
+    store: dist.Store | None,  # pyright: ignore[reportPrivateImportUsage]
+    timeout: datetime.timedelta,
+) -> None:
     if dist.is_initialized():
         return
-    if environment.world_size == 1:
+    if store is None:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed insists on it
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", store=store, rank=0, world_size=1)
-    else:
-        store = rendezvous.meet(environment, timeout)
-        try:
-            dist.init_process_group(
-                "nccl" if torch.cuda.is_available() else "gloo",
-                store=store,
-                rank=environment.rank,
-                world_size=environment.world_size,
-                timeout=timeout,
-            )
-        except RuntimeError as error:
-            raise UserError(
-                f"the ranks met, but cannot talk to each other: {str(error).strip().splitlines()[0]}; name the "
-                "network card between the nodes in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (`ip address` shows "
-                "them), and look for a firewall between their other ports"
-            ) from error
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        store=store,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timeout,
+    )
+    if environment.world_size > 1:
+        # NCCL connects at its first collective, and gloo when the background group is made: here, not in the
+        # midst of a run, it must come to light that they cannot.
+        one = torch.ones(1, device=device())
+        dist.all_reduce(one)
+        one.item()
+        dist.barrier(background_group())
 
 
 def shutdown() -> None:

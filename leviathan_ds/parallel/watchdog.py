@@ -1,12 +1,14 @@
-"""A thread in every rank that ends it when nothing moves any more, and that hears the requests to stop.
+"""Threads in every rank that end it when nothing moves any more, and that hear the requests to stop.
 
 The main thread of a rank that hangs sits in some collective or system call and runs no Python: neither a check
-in the loop nor a Python signal handler would. This thread does. Imports nothing heavy.
+in the loop nor a Python signal handler would. These threads do. Imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import functools
 import os
 import select
 import signal
@@ -15,9 +17,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 import psutil
 
@@ -27,6 +31,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _HERE = str(Path(__file__).parents[1])
 _POLL_S = 1.0
+_STOP_FILE_POLL_S = 2.0
 # Between a report and the end: the launcher kills all ranks at the first exit, and each should have its say.
 _OTHERS_REPORT_S = 3.0
 
@@ -35,13 +40,15 @@ class Watchdog:
     """Use as a context manager around the steps, in the main thread; call `beat` after each.
 
     When `timeout_s` pass without a beat (outside `paused`), the rank prints its number, host, last step and stack
-    and exits with EXIT_HUNG. SIGTERM and SIGUSR1 end nothing: they set `stop_signal`.
+    and exits with EXIT_HUNG; so it does, paused or not, when `disk_work` of some thread makes no progress for so
+    long. SIGTERM and SIGUSR1 end nothing: they set `stop_signal`, as does the coming of `stop_file`.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, stop_file: Path | None = None) -> None:
         self.stop_signal: str | None = None
-        """Name of the last request to stop."""
+        """Name of the last request to stop: of the signal, or the file's."""
         self._timeout_s = timeout_s
+        self._stop_file = stop_file
         self._step = "none"
         self._last_beat: float | None = None
         self._ended = threading.Event()
@@ -53,9 +60,12 @@ class Watchdog:
         self._wakeup.setblocking(False)
         self._old_wakeup = signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         self._old_handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
-        self._neighbours = _living_neighbours()
+        self._neighbours = _neighbours()
         self._last_beat = time.monotonic()
         self._thread.start()
+        if self._stop_file is not None:
+            # A thread of its own, which nobody waits for: a dead file system would keep it.
+            threading.Thread(target=self._look_for, args=(self._stop_file,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,7 +98,7 @@ class Watchdog:
                 for number in self._signals.recv(64):
                     if number in STOP_SIGNALS:
                         self.stop_signal = signal.Signals(number).name
-            if self.stop_signal is not None and _living_neighbours() < self._neighbours:
+            if self.stop_signal is not None and any(map(_is_dead, self._neighbours)):
                 # The launcher tears the job down and would wait 30 s for each rank that does not end.
                 self._say(f"ends with its node's other ranks; it was at {_place()}")
                 os._exit(128 + signal.SIGTERM)
@@ -99,8 +109,24 @@ class Watchdog:
                     f"hangs: no step was finished in {self._timeout_s / 60:g} minutes "
                     f"(run.distributed_timeout_minutes); it is at {_place()}\n{stack}"
                 )
-                time.sleep(_OTHERS_REPORT_S)
-                os._exit(EXIT_HUNG)
+                self._end_hung()
+            for path in _stuck(self._timeout_s):
+                self._say(
+                    f"hangs: nothing moved at {path} in {self._timeout_s / 60:g} minutes "
+                    "(run.distributed_timeout_minutes); is its file system dead?"
+                )
+                self._end_hung()
+
+    def _end_hung(self) -> NoReturn:
+        time.sleep(_OTHERS_REPORT_S)
+        os._exit(EXIT_HUNG)
+
+    def _look_for(self, stop_file: Path) -> None:
+        while not self._ended.wait(_STOP_FILE_POLL_S):
+            with contextlib.suppress(OSError):
+                if stop_file.exists():
+                    self.stop_signal = str(stop_file)
+                    return
 
     def _say(self, message: str) -> None:
         rank = LaunchEnvironment.read().rank
@@ -114,14 +140,98 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _living_neighbours() -> int:
-    """Ranks that the same launcher started and that live, this one among them."""
+# ---- work on disks ----
+
+
+@dataclass
+class _DiskWork:
+    path: Path
+    since: float
+    counts: str = ""  # the kernel's, of what the thread has read and written
+
+
+_disk_work: dict[int, _DiskWork] = {}  # by the thread's number in the kernel
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+@contextmanager
+def disk_work(path: Path) -> Iterator[None]:
+    """Around work on files in any thread; `path` is what a message names if a watchdog finds it stuck.
+
+    Progress is every byte read or written by the thread, and every beginning and end of such a block in it.
+    """
+    thread = threading.get_native_id()
+    around = _disk_work.get(thread)
+    _disk_work[thread] = _DiskWork(path, time.monotonic())
     try:
+        yield
+    finally:
+        if around is None:
+            del _disk_work[thread]
+        else:
+            around.since = time.monotonic()
+            _disk_work[thread] = around
+
+
+def does_disk_work(
+    function: Callable[Concatenate[Path, _Parameters], _Result],
+) -> Callable[Concatenate[Path, _Parameters], _Result]:
+    """Decorate a function whose first argument is the path that it works on."""
+
+    @functools.wraps(function)
+    def watched(path: Path, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        with disk_work(path):
+            return function(path, *args, **kwargs)
+
+    return watched
+
+
+def _stuck(timeout_s: float) -> list[Path]:
+    now = time.monotonic()
+    stuck = []
+    for thread, work in list(_disk_work.items()):
+        counts = _counts(thread)
+        if counts != work.counts:
+            work.counts, work.since = counts, now
+        elif now - work.since > timeout_s:
+            stuck.append(work.path)
+    return stuck
+
+
+def _counts(thread: int) -> str:
+    try:
+        return Path(f"/proc/self/task/{thread}/io").read_text()
+    except OSError:  # a kernel without them
+        return ""
+
+
+# ---- ranks ----
+
+
+def _neighbours() -> list[psutil.Process]:
+    """The other ranks that the same launcher started on this machine, as far as this one may know them."""
+    if LaunchEnvironment.read().local_world_size == 1:
+        return []
+    found = []
+    with contextlib.suppress(psutil.Error):
         launcher = psutil.Process().parent()
-        children = [] if launcher is None else launcher.children()
-        return sum(child.status() != psutil.STATUS_ZOMBIE for child in children)
+        for child in [] if launcher is None else launcher.children():
+            with contextlib.suppress(psutil.Error):
+                if child.pid != os.getpid() and "LOCAL_RANK" in child.environ():
+                    found.append(child)
+    return found
+
+
+def _is_dead(process: psutil.Process) -> bool:
+    """Whether it has certainly ended."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
     except psutil.Error:
-        return 0
+        return False
 
 
 def _main_frame():

@@ -6,6 +6,8 @@ Nothing here is collective or knows DeepSpeed, so that it can run in a thread be
 from __future__ import annotations
 
 import copy
+import ctypes
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -19,9 +21,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from leviathan_ds import run_directory
+from leviathan_ds.parallel.watchdog import disk_work, does_disk_work
 
 _TEMPORARY = ".writing_"
 _DISCARDED = ".discarded_"
+_SYNC_BYTES = 256 << 20
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class HostMemory:
@@ -57,6 +62,7 @@ def temporary_folder(final: Path) -> Path:
     return final.with_name(_TEMPORARY + final.name)
 
 
+@does_disk_work
 def make_temporary_folder(final: Path) -> None:
     """Remove what killed saves have left, and make the folder that the ranks write into."""
     for leftover in (*final.parent.glob(_TEMPORARY + "*"), *final.parent.glob(_DISCARDED + "*")):
@@ -64,6 +70,7 @@ def make_temporary_folder(final: Path) -> None:
     temporary_folder(final).mkdir(parents=True)
 
 
+@does_disk_work
 def write_pickle(path: Path, state: Any) -> tuple[int, int]:
     """Size and CRC-32 of the file, which is on the disk then."""
     try:
@@ -74,6 +81,7 @@ def write_pickle(path: Path, state: Any) -> tuple[int, int]:
     return _settle(path)
 
 
+@does_disk_work
 def write_weights(path: Path, weights: dict[str, Tensor]) -> tuple[int, int]:
     """Size and CRC-32 of the file, which is on the disk then."""
     try:
@@ -86,6 +94,7 @@ def write_weights(path: Path, weights: dict[str, Tensor]) -> tuple[int, int]:
     return _settle(path)
 
 
+@does_disk_work
 def commit(final: Path, files: dict[str, tuple[int, int]], texts: dict[str, str]) -> None:
     """Give the temporary folder its name, once everything in it is on the disk and in its manifest.
 
@@ -107,6 +116,7 @@ def commit(final: Path, files: dict[str, tuple[int, int]], texts: dict[str, str]
     _sync(final.parent)
 
 
+@does_disk_work
 def rotate(run_dir: Path, keep: int, keep_every_steps: int, passed_over: set[str]) -> None:
     """Drop all but the last `keep` checkpoints and those at multiples of `keep_every_steps` (0: none).
 
@@ -148,9 +158,22 @@ def _settle(path: Path) -> tuple[int, int]:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
+        # Block by block, so that a watchdog tells a slow disk from a dead one; the last word has fsync.
+        for start in range(0, os.fstat(descriptor).st_size, _SYNC_BYTES):
+            with disk_work(path):
+                _sync_range(descriptor, start, _SYNC_BYTES)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync_range(descriptor: int, start: int, size: int) -> None:
+    wait_before, write, wait_after = 1, 2, 4
+    whole = wait_before | write | wait_after
+    if _LIBC.sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), whole):
+        number = ctypes.get_errno()
+        if number not in (errno.ENOSYS, errno.ESPIPE, errno.EINVAL):  # not for this kernel, or for folders
+            raise OSError(number, os.strerror(number))
 
 
 def _discard(folder: Path) -> None:

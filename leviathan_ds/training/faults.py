@@ -107,7 +107,9 @@ class StepGuard:
         total, signalled, timed_out = self._ballot.tolist()
         loss = total / topology.world_size()
         if signalled:
-            self.stop_reason = f"{int(signalled)} of {topology.world_size()} ranks got SIGTERM or SIGUSR1"
+            self.stop_reason = (
+                f"{int(signalled)} of {topology.world_size()} ranks got SIGTERM, SIGUSR1 or RUN/stop"
+            )
         elif timed_out:
             self.stop_reason = "run.exit_duration_minutes is over"
         if engine.was_step_applied():

@@ -157,9 +157,11 @@ def _check_run_dir(run_dir: Path, recipe: Recipe) -> None:
     path = run_dir / run_directory.RECIPE
     if not path.is_file():
         # A start that was killed while it looked for shared disks or wrote the recipe leaves no more than this.
-        ours = (partial_path(path).name, run_directory.PROBE, run_directory.LOCK)
+        marks = (run_directory.LOCK, run_directory.STOP, run_directory.MET)
+        ours = {*marks, partial_path(path).name, partial_path(run_dir / run_directory.MET).name}
         if run_dir.exists() and (
-            not run_dir.is_dir() or any(not f.name.startswith(ours) for f in run_dir.iterdir())
+            not run_dir.is_dir()
+            or any(f.name not in ours and not f.name.startswith(run_directory.PROBE) for f in run_dir.iterdir())
         ):
             raise UserError(f"{run_dir} exists and is not a run of this trainer; choose another --run_dir")
         above = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ def run(job: Job) -> int:
     """
     recipe = job.recipe
     topology.initialize(recipe.parallel.tensor_model_parallel_size, recipe.run.distributed_timeout_minutes)
+    if topology.rank() == 0:  # for launchers/supervise.py
+        with suppress(OSError):  # a full disk is the doctor's to name
+            run_directory.write_text(job.run_dir / run_directory.MET, f"{topology.world_size()} ranks\n")
     plan = facts.Plan(recipe, job.run_dir, job.ds_config, tuple(job.data.fingerprints))
     seems_finished = examination.all_say(job.finished)
     if not seems_finished:
@@ -75,7 +78,8 @@ def run(job: Job) -> int:
         settings={**dataclasses.asdict(recipe), "ds_config": job.ds_config, "parameters": num_parameters},
     )
     try:
-        with Watchdog(60 * recipe.run.distributed_timeout_minutes) as watchdog:
+        stop_file = job.run_dir / run_directory.STOP if topology.rank() == 0 else None
+        with Watchdog(60 * recipe.run.distributed_timeout_minutes, stop_file) as watchdog:
             code = _Training(job, engine, metrics, num_parameters, watchdog).run()
     finally:
         metrics.close()
