@@ -52,6 +52,8 @@ def main(arguments: list[str]) -> int:
     checked = job.prepare(recipe, Path(options.ds_config), run_dir, environment.world_size)
     # One start at a time in a run directory, on whatever machines: rank 0 holds it.
     with held(run_dir) if environment.rank == 0 else nullcontext():
+        if environment.rank == 0:
+            job.check_run_dir(run_dir, checked.recipe)  # another may have begun a run here in the meantime
         code = loop.run(checked)
     # Not after a failure: the other ranks may be waiting in a collective, and leaving would wait for them.
     topology.shutdown()

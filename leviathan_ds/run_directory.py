@@ -19,16 +19,18 @@ RUN/checkpoints/step_00000100/     written aside, renamed when whole
     trainer_state.json       step, consumed samples, data, parallel layout, wandb id
     weights_tp00.safetensors weights of each tensor-parallel rank, whatever the ZeRO stage
     ...                      DeepSpeed's own files: optimizer states, random states
+RUN/checkpoints/damaged_step_…     failed its checksums at a resume; kept for a look, and no checkpoint any more
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,6 +48,7 @@ PROBE = ".probe_"  # begins the name of a file that is there while nodes look wh
 CHECKPOINTS, MANIFEST, TRAINER_STATE = "checkpoints", "manifest.json", "trainer_state.json"
 
 _BLOCK_BYTES = 1 << 22
+_BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what reading a broken manifest raises
 _logger = logging.getLogger(__name__)
 
 
@@ -95,8 +98,8 @@ def incompleteness(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be used, or None if sizes, and the content of TRAINER_STATE, say that it can."""
     try:
         sizes = _manifest(checkpoint)["bytes"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{checkpoint / MANIFEST}: {str(error) or 'is broken'}"
+    except _BROKEN as error:
+        return _broken_manifest(checkpoint, error)
     for name, size in sizes:
         try:
             found = (checkpoint / name).stat().st_size
@@ -104,16 +107,21 @@ def incompleteness(checkpoint: Path) -> str | None:
             return f"{checkpoint / name}: missing"
         if found != size:
             return f"{checkpoint / name}: {found} bytes, {size} were written"
-    return damage(checkpoint, [TRAINER_STATE])
+    return damage(checkpoint, lambda names: [name for name in names if name == TRAINER_STATE])
 
 
-def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
+def damage(checkpoint: Path, choose: Callable[[list[str]], list[str]] = lambda names: names) -> str | None:
     """Which file of a complete checkpoint no longer holds what was written, or None. Reads the files.
 
-    names: the files to look at, all by default. A file without a recorded checksum passes.
+    choose: of the names of all files, largest first, those to look at. A file without a recorded checksum passes.
     """
-    recorded = _manifest(checkpoint).get("crc32", {})
-    chosen = [name for name in (recorded if names is None else names) if name in recorded]
+    try:
+        manifest = _manifest(checkpoint)
+        sizes, recorded = manifest["bytes"], manifest.get("crc32", {})
+        names = sorted(sizes, key=lambda name: (-sizes[name], name))
+    except _BROKEN as error:
+        return _broken_manifest(checkpoint, error)
+    chosen = [name for name in choose(names) if name in recorded]
 
     def changed(name: str) -> str | None:
         try:
@@ -128,8 +136,7 @@ def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
 
 def damage_of_share(checkpoint: Path, rank: int, ranks: int) -> str | None:
     """`damage` of this rank's part of the files, so that all ranks together read each file once."""
-    sizes = _manifest(checkpoint)["bytes"]
-    return damage(checkpoint, sorted(sizes, key=lambda name: (-sizes[name], name))[rank::ranks])
+    return damage(checkpoint, lambda names: names[rank::ranks])
 
 
 def checksum(path: Path) -> int:
@@ -152,6 +159,18 @@ def write_manifest(checkpoint: Path, files: dict[str, tuple[int, int]]) -> None:
 
 def _manifest(checkpoint: Path) -> Any:
     return json.loads((checkpoint / MANIFEST).read_text())
+
+
+def _broken_manifest(checkpoint: Path, error: Exception) -> str:
+    return f"{checkpoint / MANIFEST}: {str(error) or 'is broken'}"
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Give a damaged checkpoint a name by which nothing takes it for a checkpoint; returns its new path."""
+    name = f"damaged_{checkpoint.name}"
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    aside = next(path for path in map(checkpoint.with_name, names) if not path.exists())
+    return checkpoint.rename(aside)
 
 
 def find_checkpoint(path: Path, damage: Callable[[Path], str | None] = lambda checkpoint: None) -> Path:
@@ -193,6 +212,26 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return [each for each in objects if isinstance(each, dict)]
+
+
+def drop_later_lines(path: Path, step: int) -> None:
+    """Take the lines of steps after `step`, which are run again, out of a JSON-lines file with a "step" in each.
+
+    Half a line, left by a kill, goes too. At step 0 nothing stays: the run begins anew, with its validation.
+    """
+    if not path.is_file():
+        return
+
+    def stays(line: str) -> bool:
+        try:
+            return step > 0 and json.loads(line)["step"] <= step
+        except (ValueError, KeyError, TypeError):
+            return False
+
+    content = path.read_text(errors="replace")
+    kept = "".join(line + "\n" for line in content.splitlines() if stays(line))
+    if kept != content:
+        write_text(path, kept)
 
 
 def update_summary(run_dir: Path, **values: Any) -> dict[str, Any]:

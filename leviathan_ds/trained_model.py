@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,4 +56,4 @@ def _damage(checkpoint: Path) -> str | None:
     recipe = recipes.load(run_directory.run_of(checkpoint) / run_directory.RECIPE)
     if recipe.run.verify_checkpoints == "sizes":
         return None
-    return run_directory.damage(checkpoint, [path.name for path in checkpoint.glob(SHARD_FILES)])
+    return run_directory.damage(checkpoint, lambda names: fnmatch.filter(names, SHARD_FILES))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -478,7 +478,7 @@ def full_disk_run(case: Case, folder: Path, async_save: bool, stop: bool) -> dic
 
     said: list[str] = []
     engine, recipe = _tiny_engine(case, keep_checkpoints=1, async_save=async_save, stop_on_failed_save=stop)
-    checkpoints = checkpoint.Checkpoints(engine, folder, recipe, 0, said.append)
+    checkpoints = checkpoint.Checkpoints(engine, folder, recipe, said.append)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     error, steps = None, []
     try:
@@ -507,7 +507,7 @@ def saved_steps(case: Case, folder: Path, steps: int = 1) -> list[str]:
 
     said: list[str] = []
     engine, recipe = _tiny_engine(case, keep_checkpoints=steps)
-    checkpoints = checkpoint.Checkpoints(engine, folder, recipe, 0, said.append)
+    checkpoints = checkpoint.Checkpoints(engine, folder, recipe, said.append)
     for step in range(1, steps + 1):
         checkpoints.save(run_directory.TrainerState(step, step * GLOBAL_BATCH, {}, [], None))
         checkpoints.wait()
@@ -520,6 +520,37 @@ def damage_found(folder: Path) -> str | None:
 
     topology.initialize(1)
     return checkpoint.damage(folder)
+
+
+def last_good_found(
+    case: Case, run_dir: Path, blind_rank: int | None = None, failing_rank: int | None = None
+) -> tuple[str | None, tuple[str, ...]] | str:
+    """Name of the checkpoint to go on from, and why later ones are not; or the error.
+
+    Args:
+        blind_rank: sees no checkpoint.
+        failing_rank: cannot read what it is to verify.
+    """
+    from unittest import mock
+
+    from leviathan_ds import run_directory
+    from leviathan_ds.training import checkpoint
+
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error", "manifest.json")
+
+    topology.initialize(case.tp)
+    breaks = {"read_state": blind_rank, "damage_of_share": failing_rank}
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(checkpoint, "_VISIBLE_WITHIN_S", 0.3))
+        for name, rank in breaks.items():
+            if rank == topology.rank():
+                stack.enter_context(mock.patch.object(run_directory, name, fail))
+        try:
+            path, passed_over = checkpoint.last_good(run_dir, verify=True)
+        except ValueError as error:
+            return str(error)
+    return path and path.name, passed_over
 
 
 def refusal_of_load(case: Case, folder: Path) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from distributed_cases import CONFIGS, GLOBAL_BATCH, Case, batches
 
 from leviathan_ds import run_directory
-from leviathan_ds.config import FaultsConfig
+from leviathan_ds.config import FaultsConfig, RunConfig
 from leviathan_ds.data.sampler import GlobalBatchSampler
 from leviathan_ds.parallel import topology
 from leviathan_ds.parallel.watchdog import Watchdog
@@ -23,13 +23,21 @@ LR = 1e-2
 
 
 class Said:
-    """Metrics that only remember what was said."""
+    """Metrics that remember what was said; rank 0's record faults."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_dir: Path) -> None:
+        from leviathan_ds.training.metrics import LinesFile
+
         self.lines: list[str] = []
+        self._faults = LinesFile(run_dir / run_directory.FAULTS)
 
     def say(self, message: str) -> None:
         self.lines.append(message)
+
+    def fault(self, entry: dict[str, Any]) -> None:
+        if topology.rank() == 0:
+            self._faults.add(entry)
+            self._faults.flush()
 
 
 def build(case: Case) -> tuple[Any, Any]:
@@ -44,21 +52,21 @@ def build(case: Case) -> tuple[Any, Any]:
     return loop.build_engine(recipe, config)[0], recipe
 
 
-def guard_of(
-    case: Case, run_dir: Path, faults: FaultsConfig, watchdog: Watchdog, exit_after_minutes: float | None = None
-) -> tuple[Any, Said]:
+def guard_of(case: Case, run_dir: Path, faults: FaultsConfig, watchdog: Watchdog, **run: Any) -> tuple[Any, Said]:
     from leviathan_ds.training.faults import StepGuard
 
     size = topology.data_parallel_size()
     micro = GLOBAL_BATCH // (case.accumulation * size)
     sampler = GlobalBatchSampler(0, case.steps, GLOBAL_BATCH, micro, topology.data_parallel_rank(), size)
-    said = Said()
-    return StepGuard(faults, sampler, watchdog, exit_after_minutes, run_dir, {}, said, {}), said  # pyright: ignore
+    said = Said(run_dir)
+    return StepGuard(faults, sampler, watchdog, RunConfig(**run), run_dir, {}, said, {}), said  # pyright: ignore
 
 
 def optimizer_state(engine: Any) -> list[torch.Tensor]:
-    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    return [t.clone() for state in base.state.values() for t in state.values() if torch.is_tensor(t)]
+    states = engine.basic_optimizer.state.values()
+    moments = [state[key].clone() for state in states for key in ("exp_avg", "exp_avg_sq")]
+    assert moments and all(moment.any() for moment in moments), "nothing that could move"
+    return moments
 
 
 def faulty_run(
@@ -83,7 +91,7 @@ def faulty_run(
         if kind is None and step in bad:
             continue
         breaks = ours and step in bad
-        before = optimizer_state(engine)
+        before = optimizer_state(engine) if step in bad else []
 
         def broken_loss(model: Any, batch: Any, breaks: bool = breaks) -> torch.Tensor:
             loss = plain_loss(model, batch)
@@ -99,7 +107,7 @@ def faulty_run(
         if hook is not None:
             hook.remove()
         guard.settle(engine, step)
-        if step in bad and before:
+        if step in bad:
             steady = steady and all(map(torch.equal, before, optimizer_state(engine)))
     weights = {name: whole.clone() for name, whole in engines.named_local_parameters(engine)}
     result = {
@@ -121,7 +129,7 @@ def stopping_run(case: Case, run_dir: Path, asking_rank: int, how: str) -> list[
     engine, _ = build(case)
     seen = []
     with Watchdog(600) as watchdog:
-        guard, _ = guard_of(case, run_dir, FaultsConfig(), watchdog, exit_after_minutes=1e9)
+        guard, _ = guard_of(case, run_dir, FaultsConfig(), watchdog, exit_duration_minutes=1e9)
         for step, micro_batches in enumerate(batches(case)):
             if step == 1 and topology.rank() == asking_rank:
                 if how == "age":
@@ -139,7 +147,9 @@ def stopping_run(case: Case, run_dir: Path, asking_rank: int, how: str) -> list[
     return seen
 
 
-def rolled_back_run(case: Case, run_dir: Path, max_rollbacks: int) -> dict[str, Any]:
+def rolled_back_run(
+    case: Case, run_dir: Path, max_rollbacks: int, verify_checkpoints: str = "checksums"
+) -> dict[str, Any]:
     """A checkpoint after every step, keep 1; NaN from step 2 to 4; three skips in a row are too many."""
     from leviathan_ds.parallel import engine as engines
     from leviathan_ds.training import checkpoint
@@ -147,8 +157,9 @@ def rolled_back_run(case: Case, run_dir: Path, max_rollbacks: int) -> dict[str, 
 
     engine, recipe = build(case)
     faults = FaultsConfig(max_consecutive_skips=3, max_rollbacks=max_rollbacks)
-    guard, said = guard_of(case, run_dir, faults, Watchdog(600))
-    plain_loss = steps.mean_loss
+    guard, said = guard_of(case, run_dir, faults, Watchdog(600), verify_checkpoints=verify_checkpoints)
+    plain_loss, plain_damage, verified = steps.mean_loss, checkpoint.damage, []
+    checkpoint.damage = lambda path: (verified.append(path.name), plain_damage(path))[1]
     keep_one = replace(recipe, run=replace(recipe.run, keep_checkpoints=1))
     checkpoints = checkpoint.Checkpoints(engine, run_dir, keep_one)
     at_save: dict[str, torch.Tensor] = {}
@@ -171,10 +182,17 @@ def rolled_back_run(case: Case, run_dir: Path, max_rollbacks: int) -> dict[str, 
             break
         state = run_directory.TrainerState(step + 1, 0, {}, [], None, guard.state())
         checkpoints.save(state, rotates=not guard.consecutive_skips)
+    checkpoint.damage = plain_damage
     found = dict(engines.named_local_parameters(engine))
     restored = all(torch.equal(found[name], at_save[name]) for name in at_save)
     engine.destroy()
-    return {"rolled_back": rolled_back, "ended": ended, "restored": restored, "said": said.lines}
+    return {
+        "rolled_back": rolled_back,
+        "ended": ended,
+        "restored": restored,
+        "verified": verified,
+        "said": said.lines,
+    }
 
 
 def replica_fault(case: Case, faulty_rank: int, name: str) -> dict[str, list[int]]:

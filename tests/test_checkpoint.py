@@ -17,6 +17,7 @@ from distributed_cases import (
     Case,
     damage_found,
     full_disk_run,
+    last_good_found,
     refusal_of_load,
     resumed_run,
     saved_steps,
@@ -142,6 +143,38 @@ def test_shares_cover_every_file_once(copy):
             path.write_bytes(content)
 
 
+def test_what_one_rank_cannot_read_is_passed_over_by_all(two_ranks, copy):
+    """The failing rank must not leave the other waiting for its answer. What is passed over is kept."""
+    first, second = two_ranks.run(last_good_found, SHARDED, copy.parent.parent, None, 1)
+    reason = f"{copy}: manifest.json: Input/output error; kept as damaged_step_00000001"
+    assert first == second == (None, (reason,))
+    assert [path.name for path in copy.parent.iterdir()] == ["damaged_step_00000001"]
+
+
+def test_what_one_rank_does_not_see_is_not_damaged(two_ranks, copy):
+    """A stale listing of a shared disk, or a disk that is not shared."""
+    first, second = two_ranks.run(last_good_found, SHARDED, copy.parent.parent, 1)
+    assert first == second
+    assert isinstance(first, str) and first.startswith(
+        f"rank 1 cannot read the checkpoint {copy}, which rank 0 sees"
+    )
+    assert two_ranks.run(last_good_found, SHARDED, copy.parent.parent) == [(copy.name, ())] * 2
+
+
+def test_a_manifest_that_vanishes_is_damage(copy):
+    (copy / run_directory.MANIFEST).unlink()
+    for found in (run_directory.damage(copy), run_directory.damage_of_share(copy, 0, 2)):
+        assert str(copy / run_directory.MANIFEST) in str(found)
+
+
+def test_the_same_step_may_be_damaged_twice(tmp_path):
+    names = []
+    for _ in range(3):
+        names.append(run_directory.set_aside(checkpoint(tmp_path, 7, a="1234")).name)
+    assert names == ["damaged_step_00000007", "damaged_step_00000007_2", "damaged_step_00000007_3"]
+    assert run_directory.checkpoints(tmp_path) == []
+
+
 @pytest.mark.parametrize("content", ["", "[]", "null", '{"bytes": []}', '{"byt": {}}', '{"bytes": {"trainer_st'])
 def test_a_broken_manifest_is_an_incomplete_checkpoint(copy, content):
     (copy / run_directory.MANIFEST).write_text(content)
@@ -257,11 +290,12 @@ def test_rotation(tmp_path):
     def left() -> list[int]:
         return [run_directory.step_of(path) for path in run_directory.complete_checkpoints(tmp_path)]
 
-    writer.rotate(tmp_path, 2, 4, set())
+    writer.rotate(tmp_path, 2, 4)
     assert left() == [4, 8, 11, 12], "the last two and every fourth"
-    # A damaged one that the resume passed over neither counts nor goes, or the only good one would.
-    writer.rotate(tmp_path, 1, 0, {"step_00000012"})
-    assert left() == [11, 12]
+    # A damaged one neither counts nor goes, or the only good one would.
+    aside = run_directory.set_aside(tmp_path / "checkpoints" / "step_00000012")
+    writer.rotate(tmp_path, 1, 0)
+    assert left() == [11] and aside.is_dir()
 
 
 def test_host_memory_is_used_again():

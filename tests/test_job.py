@@ -151,9 +151,9 @@ MISTAKES: dict[str, tuple[Callable[[Case], Any], int, list[str]]] = {
     ),
     "run_dir is a file": (lambda c: c.run_dir.write_text("mine"), 1, ["run exists and is not a run"]),
     "other recipe": (
-        lambda c: start_with(c, "--training.lr=0.125"),
+        lambda c: start_with(c, "--training.weight_decay=0.125"),
         1,
-        ["another recipe", "training.lr 0.125 there and 0.001 now"],
+        ["another recipe", "training.weight_decay 0.125 there and 0.1 now"],
     ),
     "other shape": (
         lambda c: start_with(c, "--model.generator.rank=5"),
@@ -382,20 +382,66 @@ def test_start_killed_while_it_describes_the_run_can_start_again(
     assert json.loads((case.run_dir / run_directory.DS_CONFIG).read_text()) == checked.ds_config
 
 
-def test_changed_content_is_named_and_passed_over(case: Case) -> None:
-    """A flipped bit keeps the size: DeepSpeed would load it without a word. Also of a run that had finished."""
+def test_a_checkpoint_that_does_not_suit_is_refused_when_it_is_chosen(case: Case) -> None:
+    """Another job may have saved it after `prepare` had looked, or a newer one may be damaged."""
     start_with(case)
     pretrain.main(case.arguments)
-    good, bad = (complete_checkpoint(case, step, case.started[0].data.fingerprints) for step in (2, 4))
+    (checked,) = case.started
+    folder = complete_checkpoint(case, 2, checked.data.fingerprints)
+    found = job.going_on_from(checked, folder, ("a reason",))
+    assert (found.resume_from, found.first_step, found.passed_over) == (folder, 2, ("a reason",))
+    shutil.rmtree(folder)
+    complete_checkpoint(case, 2, ["another"])
+    with pytest.raises(UserError, match=r"step_00000002 was trained on other data"):
+        job.going_on_from(checked, folder, ())
+
+
+def test_learning_rates_may_change_at_a_resume_and_are_told(case: Case) -> None:
+    start_with(case, "--training.lr=0.125", "--training.min_lr=0.0")
     pretrain.main(case.arguments)
-    assert case.started[1].finished
-    reasons = {bad: "states.pt: its content has changed"}
-    found = job.without_damage(case.started[1], reasons.get)
-    assert (found.resume_from, found.finished) == (good, False)
-    assert found.passed_over == (reasons[bad],)
-    reasons[good] = "another"
-    found = job.without_damage(case.started[1], reasons.get)
-    assert (found.resume_from, found.passed_over) == (None, (reasons[bad], reasons[good]))
+    (checked,) = case.started
+    assert checked.changes == ("training.lr was 0.125 and is 0.001", "training.min_lr was 0.0 and is 0.0001")
+    job.write_run_dir(checked)
+    written = case.run_dir / run_directory.RECIPE
+    notes = [f"# {change} from step 0" for change in checked.changes]
+    assert written.read_text().splitlines()[:2] == notes
+    assert recipes.load(written) == checked.recipe
+    pretrain.main(case.arguments)
+    assert case.started[1].changes == ()
+
+
+def test_a_run_of_another_recipe_that_began_meanwhile_is_not_taken_over(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = job.prepare
+
+    def prepare_slowly(*arguments: Any) -> job.Job:
+        checked = prepare(*arguments)
+        monkeypatch.setattr(job, "prepare", prepare)
+        start_with(case, "--training.weight_decay=0.125")
+        return checked
+
+    monkeypatch.setattr(job, "prepare", prepare_slowly)
+    with pytest.raises(UserError, match=r"started with another recipe: training.weight_decay 0.125 there"):
+        pretrain.main(case.arguments)
+    assert case.started == []
+
+
+def test_a_lock_and_an_index_cache_that_find_no_room_are_one_line(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (case.run_dir / run_directory.LOCK).mkdir(parents=True)  # in the way
+    with pytest.raises(
+        UserError, match=r"run/lock cannot be written \(Is a directory\); choose another --run_dir"
+    ):
+        pretrain.main(case.arguments)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(job, "build_datasets", full)
+    with pytest.raises(UserError, match=r"tiny.index_cache cannot be written or read: .*No space left"):
+        pretrain.main(case.arguments)
 
 
 def test_a_broken_summary_is_written_anew(tmp_path: Path) -> None:

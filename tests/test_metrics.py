@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 
 from leviathan_ds import run_directory
 from leviathan_ds.config import RunConfig
-from leviathan_ds.training.metrics import Metrics, MetricsFile, format_value
+from leviathan_ds.training.metrics import LinesFile, Metrics, format_value
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -46,19 +47,20 @@ def log(metrics: Metrics, *numbers: int, **values: Any) -> None:
 # ---- metrics.jsonl ----
 
 
+def append(path: Path, *records: dict[str, Any]) -> None:
+    file = LinesFile(path)
+    file.add(*records)
+    file.close()
+
+
 def test_resume_drops_the_steps_that_are_run_again_and_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(path, 0)
-    for number in range(1, 8):
-        file.write(step(number))
-    file.write({"step": 4, "val_loss": 2.0})
-    file.close()
+    append(path, *map(step, range(1, 8)), {"step": 4, "val_loss": 2.0})
     whole = path.read_text()
     path.write_text(whole + whole.splitlines()[3][:20])  # killed in the middle of a line
 
-    file = MetricsFile(path, 4)
-    file.write(step(5, loss=9.0))
-    file.close()
+    run_directory.drop_later_lines(path, 4)
+    append(path, step(5, loss=9.0))
     assert lines(path) == [*map(step, range(1, 5)), {"step": 4, "val_loss": 2.0}, step(5, loss=9.0)]
 
 
@@ -66,7 +68,7 @@ def test_resume_drops_the_steps_that_are_run_again_and_half_a_line(tmp_path: Pat
 def test_broken_lines_go(tmp_path: Path, broken: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(step(1)) + "\n" + broken + "\n" + json.dumps(step(2)) + "\n")
-    MetricsFile(path, 5).close()
+    run_directory.drop_later_lines(path, 5)
     assert lines(path) == [step(1), step(2)]
 
 
@@ -74,16 +76,84 @@ def test_start_from_the_beginning_keeps_nothing(tmp_path: Path) -> None:
     # A run that was killed before its first checkpoint validates at step 0 again.
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "val_loss": 6.0}\n' + json.dumps(step(1)) + "\n")
-    MetricsFile(path, 0).close()
+    run_directory.drop_later_lines(path, 0)
     assert path.read_text() == ""
 
 
 def test_every_line_is_on_the_disk_at_once_and_plain_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(path, 0)
-    file.write({"step": 1, "loss": math.nan, "grad_norm": math.inf, "none": None})
-    assert lines(path) == [{"step": 1, "loss": None, "grad_norm": None, "none": None}]
+    file = LinesFile(path)
+    file.add({"step": 1, "loss": math.nan, "grad_norm": math.inf, "none": None, "losses": [[1.0, math.nan]]})
+    file.flush()
+    expected = {"step": 1, "loss": None, "grad_norm": None, "none": None, "losses": [[1.0, None]]}
+    assert lines(path) == [expected]
     file.close()
+
+
+def test_what_finds_no_room_waits_and_no_line_is_torn(tmp_path: Path) -> None:
+    """The disk is full in the middle of a line."""
+    path = tmp_path / "metrics.jsonl"
+    append(path, step(1))
+    room = path.stat().st_size + 20
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    file = LinesFile(path)
+    try:
+        for number in (2, 3):
+            file.add(step(number))
+            with pytest.raises(OSError, match=f"File too large.*{path}"):
+                file.flush()
+        assert path.stat().st_size == room
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    file.add(step(4))
+    file.close()
+    assert lines(path) == [*map(step, range(1, 5))]
+
+
+def test_trouble_is_said_once_until_it_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = [tmp_path / name for name in (run_directory.METRICS, run_directory.FAULTS, run_directory.SUMMARY)]
+    metrics = start(tmp_path)
+
+    def record(number: int) -> list[str]:
+        log(metrics, number)
+        metrics.fault({"step": number})
+        metrics.summarize(**{f"after_{number}": number})
+        said = capsys.readouterr().out.splitlines()
+        return [line.split()[0] for line in said if "could not be written: " in line and "the run goes on" in line]
+
+    for path in blocks:
+        path.mkdir()  # in the way
+    assert record(1) == [path.name for path in blocks]
+    assert record(2) == []
+    for path in blocks:
+        path.rmdir()
+    assert record(3) == []
+    metrics.close()
+    for path in blocks[:2]:
+        assert [each["step"] for each in lines(path)] == [1, 2, 3]
+    assert run_directory.update_summary(tmp_path) == {"after_1": 1, "after_2": 2, "after_3": 3}
+
+
+def test_a_log_on_a_full_disk_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        metrics = start(tmp_path)
+        log(metrics, 1)
+        metrics.close()
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="No space left"):
+            full.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what it still holds
+    assert [each["step"] for each in lines(tmp_path / run_directory.METRICS)] == [1]
+
+
+def test_a_wandb_id_that_finds_no_room_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / (run_directory.WANDB_ID + ".partial")).mkdir()  # in the way
+    metrics = start(tmp_path, wandb="offline")
+    log(metrics, 1)
+    metrics.close()
+    assert "wandb did not start and is off until the next start" in capsys.readouterr().out
 
 
 # ---- console ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 from argparse import Namespace
@@ -259,6 +260,45 @@ def test_a_failed_conversion_leaves_nothing_and_a_killed_one_does_not_matter(sav
     assert not list(output.rglob("half")) and not list(output.rglob("*.partial"))
     with pytest.raises(UserError, match=r"--output .*run exists"):
         universal.convert(checkpoint, output)
+
+
+def test_a_damaged_checkpoint_is_not_converted(saved, tmp_path):
+    """What is written gets checksums of its own, and nobody would see the damage any more."""
+    checkpoint, _, _ = saved("tp2 dp2 zero1")
+    run = tmp_path / "run"
+    copy = Path(shutil.copytree(checkpoint, run / run_directory.CHECKPOINTS / checkpoint.name))
+    path = next(copy.glob("*optim_states.pt"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    for source, message in (
+        (copy, f"{path.name}: its content has changed"),
+        (run, "holds no complete checkpoint"),
+    ):
+        with pytest.raises(UserError, match=message):
+            universal.convert(source, tmp_path / "output")
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_converted_run_keeps_its_records_and_is_another_wandb_run(saved, tmp_path):
+    checkpoint, _, _ = saved("tp2 dp2 zero1")
+    run = Path(shutil.copytree(run_directory.run_of(checkpoint), tmp_path / "run"))
+    copy = run / run_directory.CHECKPOINTS / checkpoint.name
+    records = ("recipe.yaml", "ds_config.json", "tokenizer.model", "starts.jsonl", "metrics.jsonl", "faults.jsonl")
+    for name in (*records, "summary.json", "wandb_id"):
+        (run / name).write_text(f"{name} of the run")
+    state = dataclasses.replace(run_directory.read_state(copy), wandb_id="12345678")
+    (copy / run_directory.TRAINER_STATE).write_text(state.to_json())
+    (copy / run_directory.MANIFEST).unlink()
+    files = [path for path in copy.rglob("*") if path.is_file()]
+    described = {path.name: (path.stat().st_size, run_directory.checksum(path)) for path in files}
+    run_directory.write_manifest(copy, described)
+    written = universal.convert(run, tmp_path / "output")
+    kept = {path.name for path in (tmp_path / "output").iterdir()}
+    assert kept == {*records, "summary.json", "checkpoints"}
+    assert all((tmp_path / "output" / name).read_text() == f"{name} of the run" for name in records)
+    assert run_directory.read_state(written).wandb_id is None
+    assert run_directory.damage(written) is None
 
 
 def test_goes_on_from_the_universal_format(pools, converted):

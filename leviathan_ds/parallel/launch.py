@@ -113,10 +113,15 @@ def claimed(path: Path) -> Iterator[None]:
     """Hold a file among the processes of all machines that see it; freed when this process dies.
 
     A record lock: unlike flock's, no data loader's worker inherits it and keeps it after a kill. Raises
-    UserError when another process holds the file; where the disk knows no locks, it only warns.
+    UserError when another process holds the file or it cannot be made; where the disk knows no locks, it only
+    warns.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        opened = path.open("a")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); choose another --run_dir") from None
+    with opened as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

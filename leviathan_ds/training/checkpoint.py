@@ -7,16 +7,18 @@ host's memory and go on; a thread of each writes its files, and rank 0's commits
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from data_prep.errors import UserError
@@ -29,16 +31,17 @@ from leviathan_ds.parallel import topology
 from leviathan_ds.run_directory import TrainerState
 from leviathan_ds.training import checkpoint_writer as writer
 from leviathan_ds.training import reshard
+from leviathan_ds.training.agreement import of_all_ranks, on_rank_0
 from leviathan_ds.training.checkpoint_engine import CollectingEngine, load_plain
 
 _RANDOM_STATES = "random_states_rank{}.pt"
+_VISIBLE_WITHIN_S = 45.0  # NFS clients believe for 30 s that a file which they have looked for is not there
 
 
 class Checkpoints:
     """The saves of one run, one at a time. All methods are collective over all ranks.
 
     Args:
-        resume_step: of the checkpoint that the run goes on from; later ones have been passed over as damaged.
         say: prints a line; called on rank 0.
     """
 
@@ -47,7 +50,6 @@ class Checkpoints:
         engine: DeepSpeedEngine,
         run_dir: Path,
         recipe: Recipe,
-        resume_step: int = 0,
         say: Callable[[str], None] = print,
     ) -> None:
         self._engine, self._run_dir, self._recipe, self._say = engine, run_dir, recipe, say
@@ -57,8 +59,6 @@ class Checkpoints:
         self._memory = writer.HostMemory()
         self._thread: Thread | None = None
         self._failure: str | None = None
-        complete = run_directory.complete_checkpoints(run_dir)
-        self._passed_over = {path.name for path in complete if run_directory.step_of(path) > resume_step}
 
     def save(self, state: TrainerState, rotates: bool = True) -> None:
         """Begin to write a checkpoint of this moment; the next step may follow at once.
@@ -157,16 +157,15 @@ class Checkpoints:
                 run_directory.TRAINER_STATE: state.to_json(),
             }
             writer.commit(final, {name: found for rank in ranks for name, found in rank[0].items()}, texts)
-            self._passed_over.discard(final.name)
 
         mine = writer.attempt(write_files)
-        ranks = self._of_all_ranks((files, mine))
+        ranks = of_all_ranks((files, mine), self._group)
         failure = next((failed for _, failed in ranks if failed is not None), None)
         if topology.rank() == 0:
             failure = failure or writer.attempt(commit)
             if failure is None and rotates:
                 every = self._recipe.run
-                kept = (every.keep_checkpoints, every.keep_every_steps, self._passed_over)
+                kept = (every.keep_checkpoints, every.keep_every_steps)
                 if left := writer.attempt(lambda: writer.rotate(self._run_dir, *kept)):
                     self._say(f"an old checkpoint could not be removed: {left}")
             if failure is not None:
@@ -175,23 +174,54 @@ class Checkpoints:
 
     def _report(self, step: int) -> None:
         if self._failure is not None and topology.rank() == 0:
-            good = [
-                path.name
-                for path in run_directory.complete_checkpoints(self._run_dir)
-                if path.name not in self._passed_over
-            ]
+            good = [path.name for path in run_directory.complete_checkpoints(self._run_dir)]
             self._say(
                 f"the checkpoint of step {step} could not be written: {self._failure}; "
                 + (f"{good[-1]} is the last good one" if good else "there is none yet")
             )
 
-    def _of_all_ranks(self, value: Any) -> list[Any]:
-        values = [None] * topology.world_size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
     def _first_of_all_ranks(self, failure: str | None) -> str | None:
-        return next((found for found in self._of_all_ranks(failure) if found is not None), None)
+        return next((found for found in of_all_ranks(failure, self._group) if found is not None), None)
+
+
+def last_good(run_dir: Path, verify: bool, last_step: float = math.inf) -> tuple[Path | None, tuple[str, ...]]:
+    """The last checkpoint that can be used, up to a step, and why later ones cannot. Collective.
+
+    Rank 0 looks for it, for all. With `verify` the ranks compare the checksums, each file by one of them; what is
+    damaged is renamed (`run_directory.set_aside`) and no checkpoint from then on. Raises UserError on all ranks
+    alike when one of them does not see what rank 0 sees, or the disk refuses.
+    """
+
+    def newest_first() -> list[tuple[Path, str | None]]:
+        found = run_directory.checkpoints(run_dir)
+        return [(path, reason) for path, reason in reversed(found) if run_directory.step_of(path) <= last_step]
+
+    passed_over = []
+    for path, reason in on_rank_0(newest_first, f"{run_dir} cannot be read"):
+        if reason is None:
+            _wait_for_all_to_see(path)
+            reason = damage(path) if verify else None
+            if reason is None:
+                return path, tuple(passed_over)
+            aside = on_rank_0(partial(run_directory.set_aside, path), f"{reason}, and it cannot be renamed")
+            reason = f"{reason}; kept as {aside.name}"
+        passed_over.append(reason)
+    return None, tuple(passed_over)
+
+
+def _wait_for_all_to_see(checkpoint: Path) -> None:
+    """A rank that cannot yet open a checkpoint must not take it for damaged. Collective."""
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    while (problem := writer.attempt(partial(run_directory.read_state, checkpoint))) is not None:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    for rank, found in enumerate(of_all_ranks(problem)):
+        if found is not None:
+            raise UserError(
+                f"rank {rank} cannot read the checkpoint {checkpoint}, which rank 0 sees ({found}); put --run_dir "
+                "on a disk that all nodes share"
+            )
 
 
 def load(engine: DeepSpeedEngine, checkpoint: Path, same_layout: bool) -> None:
@@ -216,11 +246,11 @@ def load(engine: DeepSpeedEngine, checkpoint: Path, same_layout: bool) -> None:
 
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint's content; the ranks share the reading and agree. Collective."""
-    found: list[str | None] = [None] * topology.world_size()
-    dist.all_gather_object(
-        found, run_directory.damage_of_share(checkpoint, topology.rank(), topology.world_size())
-    )
-    return next((reason for reason in found if reason is not None), None)
+    try:
+        mine = run_directory.damage_of_share(checkpoint, topology.rank(), topology.world_size())
+    except Exception as error:  # whatever it is: the others wait for this rank's answer
+        mine = f"{checkpoint}: {writer.reason(error)}"
+    return next((reason for reason in of_all_ranks(mine) if reason is not None), None)
 
 
 def _collect_from(engine: DeepSpeedEngine) -> CollectingEngine:

@@ -110,20 +110,16 @@ def commit(final: Path, files: dict[str, tuple[int, int]], texts: dict[str, str]
     if lost := files.keys() - found.keys():
         raise OSError(f"{', '.join(sorted(lost))} vanished; is {final.parent} one folder for all ranks?")
     run_directory.write_manifest(temporary, described)
-    if final.exists():  # a damaged one of the same step, passed over at the resume
+    if final.exists():  # an incomplete one of the same step, passed over at the resume
         _discard(final)
     temporary.rename(final)
     _sync(final.parent)
 
 
 @does_disk_work
-def rotate(run_dir: Path, keep: int, keep_every_steps: int, passed_over: set[str]) -> None:
-    """Drop all but the last `keep` checkpoints and those at multiples of `keep_every_steps` (0: none).
-
-    passed_over: names of checkpoints that were found damaged; they neither count nor go.
-    """
-    good = [path for path in run_directory.complete_checkpoints(run_dir) if path.name not in passed_over]
-    for old in good[:-keep]:
+def rotate(run_dir: Path, keep: int, keep_every_steps: int) -> None:
+    """Drop all but the last `keep` checkpoints and those at multiples of `keep_every_steps` (0: none)."""
+    for old in run_directory.complete_checkpoints(run_dir)[:-keep]:
         if not keep_every_steps or run_directory.step_of(old) % keep_every_steps:
             _discard(old)
 

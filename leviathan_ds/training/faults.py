@@ -8,7 +8,6 @@ skips the step. By then the ballot's copy on the host has long arrived, so that 
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -24,7 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from leviathan_ds import run_directory
-from leviathan_ds.config import FaultsConfig
+from leviathan_ds.config import FaultsConfig, RunConfig
 from leviathan_ds.data.sampler import GlobalBatchSampler
 from leviathan_ds.parallel import topology
 from leviathan_ds.parallel.watchdog import Watchdog
@@ -39,7 +38,7 @@ class StepGuard:
 
     Args:
         sampler: of this rank, to name samples.
-        exit_duration_minutes: age of a rank at which it asks to stop.
+        run: for the age of a rank at which it asks to stop, and how closely a checkpoint is looked at.
         layout: of this run (`Job.layout`), to know a checkpoint of another one at a rollback.
         state: of `state` in the checkpoint that the run goes on from.
     """
@@ -49,7 +48,7 @@ class StepGuard:
         config: FaultsConfig,
         sampler: GlobalBatchSampler,
         watchdog: Watchdog,
-        exit_duration_minutes: float | None,
+        run: RunConfig,
         run_dir: Path,
         layout: dict[str, Any],
         metrics: Metrics,
@@ -59,8 +58,9 @@ class StepGuard:
         self._sampler = sampler
         self._watchdog = watchdog
         self._deadline = math.inf
-        if exit_duration_minutes is not None:
-            self._deadline = psutil.Process().create_time() + 60 * exit_duration_minutes
+        if run.exit_duration_minutes is not None:
+            self._deadline = psutil.Process().create_time() + 60 * run.exit_duration_minutes
+        self._verifies = run.verify_checkpoints == "checksums"
         self._run_dir = run_dir
         self._layout = layout
         self._metrics = metrics
@@ -133,21 +133,21 @@ class StepGuard:
         rollback left, or a checkpoint, says what a reader should do and returns False. Collective.
         """
         first = done - self.consecutive_skips  # number of steps before the row
-        # Rank 0's view of the disk, for all.
-        answer: list[list[Path]] = [[]]
-        if topology.rank() == 0:
-            complete = run_directory.complete_checkpoints(self._run_dir)
-            answer = [[path for path in complete if run_directory.read_state(path).step <= first]]
-        dist.broadcast_object_list(answer)
-        target = next((path for path in reversed(answer[0]) if checkpoint.damage(path) is None), None)
+        target, passed_over = checkpoint.last_good(self._run_dir, self._verifies, first)
+        for reason in passed_over:
+            self._metrics.say(f"passing over a checkpoint: {reason}")
         row = f"{self.consecutive_skips} steps in a row were skipped ({first + 1} to {done})"
         if target is None or self._rollbacks >= self._config.max_rollbacks:
             self._record("stop", done, row)
+            advice = "a lower training.lr"
+            if target is not None:
+                advice += (
+                    f", or with faults.max_rollbacks = {self._rollbacks + 1}, which goes back to that checkpoint "
+                    "and passes over these data, or with both"
+                )
             self._metrics.say(
                 f"stopping: {row}; the last checkpoint from before them is {target or 'none'}. "
-                f"{self._run_dir / run_directory.FAULTS} names their samples. Lower training.lr or mend the "
-                f"data; faults.max_rollbacks = {self._rollbacks + 1} would go back to that checkpoint and pass "
-                "over these data"
+                f"{self._run_dir / run_directory.FAULTS} names their samples. Start again with {advice}"
             )
             return False
         checkpoint.load(engine, target, run_directory.read_state(target).layout == self._layout)
@@ -200,10 +200,4 @@ class StepGuard:
         return indices[0], indices[-1]
 
     def _record(self, kind: str, step: int, reason: str, **details: Any) -> None:
-        if topology.rank() != 0:
-            return
-        # null for NaN, as in metrics.jsonl
-        details = json.loads(json.dumps(details), parse_constant=lambda _: None)
-        entry = {"kind": kind, "step": step, "time": time.time(), "reason": reason, **details}
-        with (self._run_dir / run_directory.FAULTS).open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        self._metrics.fault({"kind": kind, "step": step, "time": time.time(), "reason": reason, **details})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,9 @@ _MAY_DIFFER = (
     "training.compile",
     "training.loss_chunk_tokens",
 )
+# These change the weights; they are said at the start and noted in the run's recipe. The learning rate is a
+# function of the step alone, so a resume may follow another one from there on.
+_MAY_CHANGE = ("training.lr", "training.min_lr")
 
 # At least, in megatron-core's GPTDataset: where a sample begins (two int32) and its place in the shuffle (uint32).
 _INDEX_BYTES_PER_SAMPLE = 12
@@ -44,7 +46,10 @@ _INDEX_BYTES_PER_SAMPLE = 12
 
 @dataclass(frozen=True)
 class Job:
-    """A checked run. `resume_from` is its last complete checkpoint, None at the start."""
+    """A checked run. `resume_from` is its last complete checkpoint, None at the start.
+
+    `prepare` has looked for that on every rank by itself, to refuse early; `going_on_from` settles it.
+    """
 
     recipe: Recipe
     ds_config: dict[str, Any]
@@ -54,6 +59,7 @@ class Job:
     validation_dataset: Any
     resume_from: Path | None
     layout: dict[str, Any]  # what DeepSpeed's checkpoint files are tied to
+    changes: tuple[str, ...] = ()  # keys of the run's recipe that are others from here on, with both values
     passed_over: tuple[str, ...] = ()  # newer checkpoints than resume_from that cannot be used, and why
 
     @property
@@ -109,15 +115,17 @@ def prepare(recipe: Recipe, ds_config_path: Path, run_dir: Path, world_size: int
         )
     data = check_data(recipe.data)
     recipe = _resolved(recipe, data)
-    _check_run_dir(run_dir, recipe)
-    resume_from, passed_over = _last_usable(run_dir)
+    changes = check_run_dir(run_dir, recipe)
     layout = _layout(recipe, filled, world_size)
-    if resume_from is not None:
-        _check_same_data(resume_from, data)
-        _check_layout(resume_from, layout)
-    with launch.locked(data.prefixes[0].with_name(data.prefixes[0].name + ".index_cache") / "build.lock"):
-        train, validation = build_datasets(recipe.data, data, samples)
-    return Job(recipe, filled, run_dir, data, train, validation, resume_from, layout, passed_over)
+    resume_from = next(reversed(run_directory.complete_checkpoints(run_dir)), None)
+    _check_suits(resume_from, data, layout)
+    cache = data.prefixes[0].with_name(data.prefixes[0].name + ".index_cache")
+    try:
+        with launch.locked(cache / "build.lock"):
+            train, validation = build_datasets(recipe.data, data, samples)
+    except OSError as error:
+        raise UserError(f"the index cache {cache} cannot be written or read: {error}; make room there") from None
+    return Job(recipe, filled, run_dir, data, train, validation, resume_from, layout, changes)
 
 
 def _resolved(recipe: Recipe, data: CheckedData) -> Recipe:
@@ -127,33 +135,14 @@ def _resolved(recipe: Recipe, data: CheckedData) -> Recipe:
     return recipe.with_vocabulary(data.vocab_size)
 
 
-def without_damage(job: Job, damage: Callable[[Path], str | None]) -> Job:
-    """The job from its last checkpoint whose content is what was written, by `damage` (None: it is).
-
-    Raises UserError as `prepare` does when that one does not suit.
-    """
-    while job.resume_from is not None and (reason := damage(job.resume_from)) is not None:
-        before, passed_over = _last_usable(job.run_dir, before=job.resume_from)
-        if before is not None:
-            _check_same_data(before, job.data)
-            _check_layout(before, job.layout)
-        job = replace(job, resume_from=before, passed_over=(*job.passed_over, reason, *passed_over))
-    return job
+def going_on_from(job: Job, checkpoint: Path | None, passed_over: tuple[str, ...]) -> Job:
+    """The job from the checkpoint that all ranks take. Raises UserError, like `prepare`, when it does not suit."""
+    _check_suits(checkpoint, job.data, job.layout)
+    return replace(job, resume_from=checkpoint, passed_over=passed_over)
 
 
-def _last_usable(run_dir: Path, before: Path | None = None) -> tuple[Path | None, tuple[str, ...]]:
-    """The last complete checkpoint of a run, or the last before another one, and why later ones are not."""
-    passed_over = []
-    for path, reason in reversed(run_directory.checkpoints(run_dir)):
-        if before is not None and path.name >= before.name:
-            continue
-        if reason is None:
-            return path, tuple(passed_over)
-        passed_over.append(reason)
-    return None, tuple(passed_over)
-
-
-def _check_run_dir(run_dir: Path, recipe: Recipe) -> None:
+def check_run_dir(run_dir: Path, recipe: Recipe) -> tuple[str, ...]:
+    """What of a run's recipe changes from here on. Raises UserError where it must not, or this is no run."""
     path = run_dir / run_directory.RECIPE
     if not path.is_file():
         # A start that was killed while it looked for shared disks or wrote the recipe leaves no more than this.
@@ -168,18 +157,20 @@ def _check_run_dir(run_dir: Path, recipe: Recipe) -> None:
         if not above.is_dir() or not os.access(above, os.W_OK):
             problem = "cannot be written to" if above.is_dir() else "is no directory"
             raise UserError(f"--run_dir {run_dir}: {above} {problem}; choose another")
-        return
+        return ()
     differing = {
         key: values
         for key, values in recipes.differences(recipes.load(path), recipe).items()
         if not key.startswith(_MAY_DIFFER)
     }
+    changed = {key: differing.pop(key) for key in _MAY_CHANGE if key in differing}
     if differing:
         told = ", ".join(f"{key} {there!r} there and {here!r} now" for key, (there, here) in differing.items())
         raise UserError(
             f"{run_dir} was started with another recipe: {told}; "
             "take another --run_dir, or the old values to resume"
         )
+    return tuple(f"{key} was {there!r} and is {here!r}" for key, (there, here) in changed.items())
 
 
 def _layout(recipe: Recipe, filled: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -193,6 +184,12 @@ def _layout(recipe: Recipe, filled: dict[str, Any], world_size: int) -> dict[str
         "scattered_by": ds_config.scattered_by(filled),
         "precision": recipe.training.precision,
     }
+
+
+def _check_suits(checkpoint: Path | None, data: CheckedData, layout: dict[str, Any]) -> None:
+    if checkpoint is not None:
+        _check_same_data(checkpoint, data)
+        _check_layout(checkpoint, layout)
 
 
 def _check_layout(checkpoint: Path, current: dict[str, Any]) -> None:
@@ -223,7 +220,11 @@ def write_run_dir(job: Job) -> None:
     """Create the run directory's description: recipe, DeepSpeed's configuration, tokenizer. Rank 0 only."""
     job.run_dir.mkdir(parents=True, exist_ok=True)
     # First: its presence makes the directory a run, and a start that is killed from here on can go on.
-    run_directory.write_text(job.run_dir / run_directory.RECIPE, recipes.to_yaml(job.recipe))
+    recipe = job.run_dir / run_directory.RECIPE
+    before = recipe.read_text().splitlines() if recipe.is_file() else []
+    notes = [line for line in before if line.startswith("#")]
+    notes += [f"# {change} from step {job.first_step}" for change in job.changes]
+    run_directory.write_text(recipe, "".join(note + "\n" for note in notes) + recipes.to_yaml(job.recipe))
     run_directory.write_text(job.run_dir / run_directory.DS_CONFIG, json.dumps(job.ds_config, indent=2) + "\n")
     tokenizer = job.run_dir / run_directory.TOKENIZER
     # Without a checkpoint the data may still be others than at the first start, and so may their tokenizer.

@@ -7,11 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from data_prep.errors import UserError
 from data_prep.tokenizers import load_tokenizer
 from leviathan_ds import accounting, run_directory
 from leviathan_ds.config import Recipe
@@ -25,10 +22,11 @@ from leviathan_ds.parallel import engine as engines
 from leviathan_ds.parallel.gradients import component_norms
 from leviathan_ds.parallel.watchdog import Watchdog
 from leviathan_ds.training import checkpoint
+from leviathan_ds.training.agreement import on_rank_0
 from leviathan_ds.training.evaluate import Evaluation, evaluate, token_bytes, validation_batches
 from leviathan_ds.training.faults import StepGuard
 from leviathan_ds.training.generator_health import generator_health
-from leviathan_ds.training.job import Job, without_damage, write_run_dir
+from leviathan_ds.training.job import Job, going_on_from, write_run_dir
 from leviathan_ds.training.metrics import Metrics
 from leviathan_ds.training.profiling import traced
 from leviathan_ds.training.schedule import learning_rate
@@ -51,9 +49,8 @@ def run(job: Job) -> int:
     seems_finished = examination.all_say(job.finished)
     if not seems_finished:
         examination.require_fit(plan)
-    _check_same_start(job)
-    if recipe.run.verify_checkpoints == "checksums":
-        job = without_damage(job, checkpoint.damage)
+    # Anew, now that this job holds the run directory: another one may just have saved there.
+    job = going_on_from(job, *checkpoint.last_good(job.run_dir, recipe.run.verify_checkpoints == "checksums"))
     if job.finished:
         if topology.rank() == 0:
             print(f"{job.run_dir} is done: all {recipe.training.train_steps} steps were trained, nothing to do")
@@ -61,9 +58,7 @@ def run(job: Job) -> int:
     if seems_finished:  # but its last checkpoint is damaged
         examination.require_fit(plan)
     state = None if job.resume_from is None else run_directory.read_state(job.resume_from)
-    if topology.rank() == 0:
-        write_run_dir(job)
-        record_start(job)
+    on_rank_0(lambda: _begin(job), f"{job.run_dir} cannot be written; make room and start the same command again")
     engine, num_parameters = build_engine(recipe, job.ds_config)
     if job.resume_from is not None:
         checkpoint.load(engine, job.resume_from, job.resumes_same_layout)
@@ -87,15 +82,12 @@ def run(job: Job) -> int:
     return code
 
 
-def _check_same_start(job: Job) -> None:
-    """Every rank must have found the same checkpoint. Collective; raises UserError on all ranks alike."""
-    steps = torch.tensor([job.first_step, -job.first_step], device=topology.device())
-    dist.all_reduce(steps, op=dist.ReduceOp.MAX)
-    if steps[0] != -steps[1]:
-        raise UserError(
-            f"the ranks see different checkpoints in {job.run_dir} (steps {-int(steps[1])} to {int(steps[0])}); "
-            "put --run_dir on a disk that all nodes share"
-        )
+def _begin(job: Job) -> None:
+    """Describe the start in the run directory, and take the records of steps that are run again out of it."""
+    write_run_dir(job)
+    record_start(job)
+    for name in (run_directory.METRICS, run_directory.FAULTS):
+        run_directory.drop_later_lines(job.run_dir / name, job.first_step)
 
 
 def build_engine(recipe: Recipe, config: dict[str, Any]) -> tuple[DeepSpeedEngine, int]:
@@ -152,7 +144,7 @@ class _Training:
             job.recipe.faults,
             sampler,
             watchdog,
-            self._every.exit_duration_minutes,
+            self._every,
             job.run_dir,
             job.layout,
             metrics,
@@ -161,7 +153,7 @@ class _Training:
         self._log = StepLog(metrics, self._tokens_per_step, self._steps, _utilization(job.recipe))
         self._batches = self._log.waits_for(iter(loader(job.train_dataset, sampler, job.recipe.data.num_workers)))
         self._validate = _validator(job, engine, metrics)
-        self._checkpoints = checkpoint.Checkpoints(engine, job.run_dir, job.recipe, job.first_step, metrics.say)
+        self._checkpoints = checkpoint.Checkpoints(engine, job.run_dir, job.recipe, metrics.say)
 
     def run(self) -> int:
         """Train to the end, or until the guard says stop; returns the exit code."""
@@ -169,7 +161,7 @@ class _Training:
         if self._job.first_step == 0:
             with self._between_steps():
                 initial = self._validate(0)
-            self._summarize(initial_val_loss=initial.loss, parameters=self._num_parameters)
+            self._metrics.summarize(initial_val_loss=initial.loss, parameters=self._num_parameters)
         for step in range(self._job.first_step, self._steps):
             done = step + 1
             last, save_due = done == self._steps, done % self._every.save_interval == 0
@@ -243,6 +235,8 @@ class _Training:
     def _announce(self) -> None:
         for reason in self._job.passed_over:
             self._metrics.say(f"passing over a checkpoint: {reason}")
+        for change in self._job.changes:
+            self._metrics.say(f"the run's recipe changes: {change} from step {self._job.first_step}")
         self._metrics.say(_headline(self._job, self._num_parameters))
         rows, ids = self._job.recipe.model.vocabulary, self._job.data.vocab_size
         if rows > ids:
@@ -252,7 +246,7 @@ class _Training:
             )
 
     def _summarize_end(self, evaluation: Evaluation) -> None:
-        self._summarize(
+        self._metrics.summarize(
             final_val_loss=evaluation.loss,
             bits_per_byte=evaluation.bits_per_byte,
             tokens_per_s=self._log.mean_tokens_per_s,
@@ -261,10 +255,6 @@ class _Training:
             steps=self._steps,
             consumed_tokens=self._steps * self._tokens_per_step,
         )
-
-    def _summarize(self, **values: Any) -> None:
-        if topology.rank() == 0:
-            run_directory.update_summary(self._job.run_dir, **values)
 
 
 def _utilization(recipe: Recipe) -> Callable[[float], float | None]:

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from leviathan_ds import run_directory
 from leviathan_ds.parallel import engine as engines
 from leviathan_ds.parallel import topology
+from leviathan_ds.training.checkpoint_writer import attempt
 from leviathan_ds.training.step_log import StepLog
 
 
@@ -31,7 +32,12 @@ def traced(run_dir: Path, step: int, profile_steps: tuple[int, ...], log: StepLo
         yield
         engines.synchronize()  # the step's kernels belong to it
     with log.paused():
-        folder = run_dir / run_directory.TRACES
-        folder.mkdir(exist_ok=True)
         name = f"{run_directory.checkpoint_name(step)}_rank{topology.rank():05d}.json.gz"
-        profiler.export_chrome_trace(str(folder / name))
+        path = run_dir / run_directory.TRACES / name
+
+        def write() -> None:
+            path.parent.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(path))
+
+        if reason := attempt(write):
+            print(f"the trace {name} could not be written: {reason}; the run goes on", flush=True)

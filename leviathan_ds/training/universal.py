@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from deepspeed.checkpoint import constants as ds
-from safetensors.torch import save_file
 from torch import Tensor
 
 from data_prep.errors import UserError
@@ -26,31 +25,35 @@ from leviathan_ds.parallel import registry
 from leviathan_ds.training import checkpoint_writer as writer
 from leviathan_ds.training.whole_state import STATE_KEYS, UNIVERSAL, open_state
 
-# What a run keeps beside its checkpoints, where it is there.
+# What a run keeps beside its checkpoints, where it is there. Not its wandb id: the new run is another one, and two
+# would write to one.
 _DESCRIPTION = (
     run_directory.RECIPE,
+    run_directory.DS_CONFIG,
     run_directory.TOKENIZER,
+    run_directory.STARTS,
     run_directory.METRICS,
+    run_directory.FAULTS,
     run_directory.SUMMARY,
-    run_directory.WANDB_ID,
 )
 
 
 def convert(path: Path, output: Path) -> Path:
     """Write a new run directory that holds one checkpoint in the universal format; returns the checkpoint.
 
-    Needs one process, no process group, and memory for the weights. Written aside and renamed.
+    Needs one process, no process group, and memory for the weights. Written aside and renamed. All checksums of
+    the checkpoint are compared first: what is written gets checksums of its own.
 
     Args:
         path: a run (its last checkpoint) or one of its checkpoints.
         output: the run directory to write.
 
-    Raises UserError when there is no complete checkpoint or the output is there already.
+    Raises UserError when there is no good checkpoint or the output is there already.
     """
     check_named(output, "--output")
     if output.exists():
         raise UserError(f"--output {output} exists; choose another run directory")
-    source = run_directory.find_checkpoint(path)
+    source = run_directory.find_checkpoint(path, run_directory.damage)
     state = run_directory.read_state(source)
     if state.layout.get("scattered_by"):
         raise UserError(
@@ -72,12 +75,12 @@ def _write_run(source: Path, state: run_directory.TrainerState, run: Path) -> No
     folder = writer.temporary_folder(final)
     folder.mkdir(parents=True)
     _write_states(source, folder / UNIVERSAL)
-    save_file({name: weight.contiguous() for name, weight in full_weights(source)}, folder / shard_file(0))
+    weights = {name: weight.contiguous() for name, weight in full_weights(source)}
+    written = {shard_file(0): writer.write_weights(folder / shard_file(0), weights)}
     for file in (source / run_directory.RECIPE, *source.glob("random_states_rank*.pt")):
         shutil.copyfile(file, folder / file.name)
-    layout = {"precision": state.layout["precision"]}
-    texts = {run_directory.TRAINER_STATE: dataclasses.replace(state, layout=layout).to_json()}
-    writer.commit(final, {}, texts)
+    moved = dataclasses.replace(state, layout={"precision": state.layout["precision"]}, wandb_id=None)
+    writer.commit(final, written, {run_directory.TRAINER_STATE: moved.to_json()})
     for name in _DESCRIPTION:
         if (run_directory.run_of(source) / name).is_file():
             shutil.copyfile(run_directory.run_of(source) / name, run / name)

@@ -41,8 +41,13 @@ class WandbRun:
         if remembered.is_file():
             wandb_id = remembered.read_text().strip()
         self.id = wandb_id or secrets.token_hex(4)
-        run_directory.write_text(remembered, self.id + "\n")
-        self._run = _init(run_dir, config, self.id, settings, say)
+        self._run = None
+        try:
+            run_directory.write_text(remembered, self.id + "\n")
+        except OSError as error:
+            say(f"wandb did not start and is off until the next start: {_one_line(error)}")
+        else:
+            self._run = _init(run_dir, config, self.id, settings, say)
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self._guarded(
