@@ -18,7 +18,7 @@ from distributed_cases import examined, examined_with_trouble
 
 from data_prep.errors import UserError
 from launchers import doctor
-from leviathan_ds import accounting
+from leviathan_ds import accounting, run_directory
 from leviathan_ds import recipe as recipes
 from leviathan_ds.config import DataConfig, ModelConfig, ParallelConfig, Recipe, RunConfig, TrainingConfig
 from leviathan_ds.doctor import environment, examination, facts
@@ -524,7 +524,8 @@ def test_a_run_asks_before_it_builds_or_writes(checked_job: job.Job, monkeypatch
     monkeypatch.setattr(examination, "_all_reduce", lambda *_, **__: (False, 0.0))
     with pytest.raises(UserError, match="wrong sum on rank 0"):
         loop.run(checked_job)
-    assert not checked_job.run_dir.exists()
+    left = [path.name for path in checked_job.run_dir.iterdir()]
+    assert left == [run_directory.MET], "that the ranks have met is all that is written before they are asked"
 
 
 def test_a_tight_disk_is_a_note_at_a_start_and_nothing_to_a_finished_run(

@@ -260,5 +260,5 @@ def test_deepspeed_without_ssh_on_each_node(tmp_path: Path, corpus: Path) -> Non
     failed = [line for line in output.splitlines() if line.startswith("failed: ")]
     name = os.uname().nodename
     assert len(failed) == 2, output
-    assert failed[0].startswith(f"failed: environment: NCCL_ALGO is set on {name} and missing on {name}. Write")
+    assert failed[0].startswith(f"failed: environment: NCCL_ALGO is absent on {name}, Ring on {name}. Write")
     assert failed[1] == "failed: not fit for this run"
