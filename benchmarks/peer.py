@@ -18,7 +18,7 @@ from typing import Any
 
 import deepspeed
 from measure import alternate, in_fresh_process, peak_memory_mb, ratio, report
-from step import filled_config, options_of, recipe_of, trainer_step, zipf_batches
+from step import filled_config, options_of, recipe_of, tokens_per_step, trainer_step, zipf_batches
 
 from leviathan_ds.parallel import topology
 
@@ -83,7 +83,6 @@ def main() -> None:
     peaks = {arm: in_fresh_process(peak, arm, options) for arm in ARMS}
     topology.initialize(1)
     times = alternate({arm: build(options) for arm, build in ARMS.items()}, options.repeats)
-    tokens = options.micro_batches * options.micro_batch_size * options.sequence_length
     for arm in ARMS:
         seconds = statistics.median(times[arm])
         report(
@@ -92,7 +91,7 @@ def main() -> None:
             precision=options.precision,
             compile=options.compile,
             seconds=seconds,
-            tokens_per_s=tokens / seconds,
+            tokens_per_s=tokens_per_step(options) / seconds,
             tokens_per_s_ratio=1 / ratio(times, arm, PEER),
             peak_mb=peaks[arm],
             memory_ratio=peaks[arm] / peaks[PEER],

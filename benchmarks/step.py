@@ -78,6 +78,10 @@ def zipf_batches(options: argparse.Namespace, count: int) -> list[Batch]:
     ]
 
 
+def tokens_per_step(options: argparse.Namespace) -> int:
+    return options.micro_batches * options.micro_batch_size * options.sequence_length
+
+
 def filled_config(options: argparse.Namespace, recipe: Recipe) -> dict[str, Any]:
     return ds_config.fill(ds_config.read(options.ds_config), recipe, world_size=1, path=options.ds_config)
 
@@ -97,7 +101,6 @@ def main() -> None:
     if options.compile:
         arms = {"leviathan": arms["leviathan"], "compiled": recipe_of(options, "leviathan", compiled=True)}
     times = alternate({arm: trainer_step(options, recipe) for arm, recipe in arms.items()}, options.repeats)
-    tokens = options.micro_batches * options.micro_batch_size * options.sequence_length
     for arm in arms:
         seconds = statistics.median(times[arm])
         report(
@@ -107,7 +110,7 @@ def main() -> None:
             vocab_size=options.vocab_size,
             micro_batches=options.micro_batches,
             seconds=seconds,
-            tokens_per_s=tokens / seconds,
+            tokens_per_s=tokens_per_step(options) / seconds,
             leviathan_ratio=ratio(times, "leviathan", arm),
         )
     topology.shutdown()

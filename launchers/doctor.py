@@ -15,6 +15,7 @@ from pathlib import Path
 
 from data_prep.errors import UserError
 from leviathan_ds import recipe as recipes
+from leviathan_ds import run_directory
 from leviathan_ds.parallel.launch import (
     LaunchEnvironment,
     StartFailure,
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
         return write_env_file(Path(options.write_env_file))
     if options.ds_config is None:
         raise UserError("--ds_config is missing: name the run's, such as ds_configs/zero2.json")
-    run_dir = Path(options.run_dir or Path("runs") / Path(options.config or DEMO_RECIPE).stem)
+    run_dir = run_directory.path_of(options.run_dir, Path(options.config or DEMO_RECIPE))
 
     share_cores_politely()
     quiet_interrupts()

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--run_dir", type=str, default=None, help="where the run is kept; default runs/RECIPE")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     recipe, options = recipes.parse(parser, arguments, default_config=DEMO_RECIPE)
-    run_dir = Path(options.run_dir or Path("runs") / Path(options.config or DEMO_RECIPE).stem)
+    run_dir = run_directory.path_of(options.run_dir, Path(options.config or DEMO_RECIPE))
 
     share_cores_politely()
     quiet_interrupts()

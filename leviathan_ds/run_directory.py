@@ -52,6 +52,11 @@ _BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what rea
 _logger = logging.getLogger(__name__)
 
 
+def path_of(option: str | None, recipe_file: Path) -> Path:
+    """The run directory: what --run_dir says, else runs/RECIPE."""
+    return Path(option) if option else Path("runs") / recipe_file.stem
+
+
 @dataclass(frozen=True)
 class TrainerState:
     """What the trainer must know to go on, beside the engine's own state."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,22 +131,42 @@ def single_process_run(case: Case) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
 
 
+def build(
+    case: Case,
+    change: Callable[[Recipe], Recipe] = lambda recipe: recipe,
+    zero_optimization: dict[str, Any] | None = None,
+) -> tuple[Any, Recipe]:
+    """The engine of a case on this rank, and its recipe.
+
+    Args:
+        change: made to the case's recipe.
+        zero_optimization: over what the case's DeepSpeed configuration says there.
+    """
+    from leviathan_ds.parallel import ds_config
+    from leviathan_ds.training import loop
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    topology.initialize(case.tp)
+    recipe = change(case.recipe(topology.data_parallel_size()))
+    path = CONFIGS / f"{case.zero}.json"
+    values = ds_config.read(path)
+    values["zero_optimization"] |= zero_optimization or {}
+    return loop.build_engine(recipe, ds_config.fill(values, recipe, topology.world_size(), path))[0], recipe
+
+
+def seeded(recipe: Recipe, seed: int) -> Recipe:
+    return replace(recipe, training=replace(recipe.training, seed=seed))
+
+
 def deepspeed_run(case: Case) -> dict[str, Any]:
     """The same through the engine and `training.step`; grads and weights are this TP rank's."""
     from deepspeed.utils import safe_get_full_grad
 
-    from leviathan_ds.parallel import ds_config
     from leviathan_ds.parallel import engine as engines
-    from leviathan_ds.training import loop
     from leviathan_ds.training.schedule import learning_rate
     from leviathan_ds.training.step import mean_loss, train_step
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    topology.initialize(case.tp)
-    recipe = case.recipe(topology.data_parallel_size())
-    path = CONFIGS / f"{case.zero}.json"
-    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
-    engine, _ = loop.build_engine(recipe, config)
+    engine, recipe = build(case)
     losses, norms, grads = [], [], {}
     for step, micro_batches in enumerate(batches(case)):
         lr = learning_rate(step, recipe.training)
@@ -181,18 +202,11 @@ def deepspeed_run(case: Case) -> dict[str, Any]:
 
 def component_norms_run(case: Case) -> dict[str, Any]:
     """Gradient norms by component and of the whole, by DeepSpeed, at every step; in one process by torch."""
-    from leviathan_ds.parallel import ds_config
     from leviathan_ds.parallel import engine as engines
     from leviathan_ds.parallel.gradients import component_norms
-    from leviathan_ds.training import loop
     from leviathan_ds.training.step import train_step
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    topology.initialize(case.tp)
-    recipe = case.recipe(topology.data_parallel_size())
-    path = CONFIGS / f"{case.zero}.json"
-    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
-    engine, _ = loop.build_engine(recipe, config)
+    engine, _ = build(case)
     by_component, whole, operations = [], [], set()
 
     class Recorder(TorchDispatchMode):
@@ -238,17 +252,10 @@ def single_process_component_norms(case: Case) -> list[dict[str, float]]:
 
 def replica_run(case: Case) -> dict[str, list[int]]:
     """Train; return the parameters whose replicas then differ, with the ranks."""
-    from leviathan_ds.parallel import ds_config
     from leviathan_ds.parallel import engine as engines
-    from leviathan_ds.training import loop
     from leviathan_ds.training.step import train_step
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    topology.initialize(case.tp)
-    recipe = case.recipe(topology.data_parallel_size())
-    path = CONFIGS / f"{case.zero}.json"
-    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
-    engine, _ = loop.build_engine(recipe, config)
+    engine, _ = build(case)
     for micro_batches in batches(case):
         train_step(engine, iter(micro_batches), len(micro_batches), 1e-2, torch.device("cpu"))
     return engines.differing_replicas(engine)
@@ -258,17 +265,9 @@ def memory_run(case: Case, marks: tuple[int, ...]) -> list[tuple[int, int]]:
     """Bytes of all living tensors, and bytes of resident memory, after the steps of `marks`."""
     import gc
 
-    from leviathan_ds.parallel import ds_config
-    from leviathan_ds.training import loop
     from leviathan_ds.training.step import train_step
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    topology.initialize(case.tp)
-    recipe = case.recipe(topology.data_parallel_size())
-    path = CONFIGS / f"{case.zero}.json"
-    engine, _ = loop.build_engine(
-        recipe, ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
-    )
+    engine, _ = build(case)
     data, sizes = batches(case), []
     for step in range(1, max(marks) + 1):
         micro_batches = data[step % len(data)]
@@ -290,22 +289,16 @@ def counted_run(case: Case, zero_optimization: dict[str, Any]) -> tuple[Recipe, 
     from fault_cases import guard_of
 
     from leviathan_ds.config import FaultsConfig
-    from leviathan_ds.parallel import ds_config
     from leviathan_ds.parallel.collectives import CountCollectives
     from leviathan_ds.parallel.watchdog import Watchdog
-    from leviathan_ds.training import loop
     from leviathan_ds.training.step import train_step
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    topology.initialize(case.tp)
-    recipe = case.recipe(topology.data_parallel_size())
-    sizes = GeneratorConfig(seed_size=7, num_heads=1, num_knots=5, rank=3, residual=True)
-    data = replace(recipe.data, sequence_length=SEQUENCE)
-    recipe = replace(recipe, model=replace(recipe.model, generator=sizes), data=data)
-    path = CONFIGS / f"{case.zero}.json"
-    values = ds_config.read(path)
-    values["zero_optimization"] |= zero_optimization
-    engine, _ = loop.build_engine(recipe, ds_config.fill(values, recipe, topology.world_size(), path))
+    def odd_sizes(recipe: Recipe) -> Recipe:
+        sizes = GeneratorConfig(seed_size=7, num_heads=1, num_knots=5, rank=3, residual=True)
+        data = replace(recipe.data, sequence_length=SEQUENCE)
+        return replace(recipe, model=replace(recipe.model, generator=sizes), data=data)
+
+    engine, recipe = build(case, odd_sizes, zero_optimization)
     guard, _ = guard_of(case, Path("not written"), FaultsConfig(), Watchdog(600))
     found, ids = Counter(), []
     for step, micro_batches in enumerate(batches(case)):
@@ -319,8 +312,6 @@ def counted_run(case: Case, zero_optimization: dict[str, Any]) -> tuple[Recipe, 
 
 def counted_log(case: Case) -> tuple[int, Counter]:
     """Number of components, and the bytes that the norms by component and the log of case.steps steps take."""
-    from fault_cases import build
-
     from leviathan_ds.parallel import engine as engines
     from leviathan_ds.parallel.collectives import CountCollectives
     from leviathan_ds.parallel.gradients import component_norms
@@ -404,23 +395,18 @@ def resumed_run(case: Case, folder: Path, async_save: bool = True) -> tuple[list
     from leviathan_ds import run_directory
     from leviathan_ds.config import RunConfig
     from leviathan_ds.model.weights import full_weights
-    from leviathan_ds.parallel import ds_config, registry
     from leviathan_ds.parallel import engine as engines
-    from leviathan_ds.training import checkpoint, loop
+    from leviathan_ds.parallel import registry
+    from leviathan_ds.training import checkpoint
     from leviathan_ds.training.step import train_step
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    topology.initialize(case.tp)
-    recipe = case.recipe(topology.data_parallel_size())
-    path = CONFIGS / f"{case.zero}.json"
-    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
+    engine, recipe = build(case)
     steps = batches(case)
     before, after = steps[:2], steps[2:]
 
     def train(engine, some) -> list[float]:
         return [train_step(engine, iter(micro), len(micro), 1e-2, torch.device("cpu")).item() for micro in some]
 
-    engine, _ = loop.build_engine(recipe, config)
     recipe = replace(recipe, run=RunConfig(keep_checkpoints=1, async_save=async_save))
     checkpoints = checkpoint.Checkpoints(engine, folder, recipe)
     may_write = Event()
@@ -446,8 +432,7 @@ def resumed_run(case: Case, folder: Path, async_save: bool = True) -> tuple[list
     written = {name: registry.rule_for(name).shard(full, rank, size) for name, full in full_weights(saved)}
     equal = written.keys() == at_save.keys() and all(torch.equal(written[name], at_save[name]) for name in written)
 
-    recipe = replace(recipe, training=replace(recipe.training, seed=99))  # what is loaded must not matter
-    engine, _ = loop.build_engine(recipe, config)
+    engine, _ = build(case, lambda recipe: seeded(recipe, 99))  # what is loaded must not matter
     checkpoint.load(engine, saved, same_layout=True)
     resumed = train(engine, after)
     found = dict(engines.named_local_parameters(engine))
@@ -456,17 +441,10 @@ def resumed_run(case: Case, folder: Path, async_save: bool = True) -> tuple[list
     return undisturbed, resumed, equal
 
 
-def _tiny_engine(case: Case, **run: Any) -> tuple[Any, Recipe]:
+def _saving_engine(case: Case, **run: Any) -> tuple[Any, Recipe]:
     from leviathan_ds.config import RunConfig
-    from leviathan_ds.parallel import ds_config
-    from leviathan_ds.training import loop
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    topology.initialize(case.tp)
-    recipe = replace(case.recipe(topology.data_parallel_size()), run=RunConfig(**run))
-    path = CONFIGS / f"{case.zero}.json"
-    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
-    return loop.build_engine(recipe, config)[0], recipe
+    return build(case, lambda recipe: replace(recipe, run=RunConfig(**run)))
 
 
 def full_disk_run(case: Case, folder: Path, async_save: bool, stop: bool) -> dict[str, Any]:
@@ -477,7 +455,7 @@ def full_disk_run(case: Case, folder: Path, async_save: bool, stop: bool) -> dic
     from leviathan_ds.training import checkpoint
 
     said: list[str] = []
-    engine, recipe = _tiny_engine(case, keep_checkpoints=1, async_save=async_save, stop_on_failed_save=stop)
+    engine, recipe = _saving_engine(case, keep_checkpoints=1, async_save=async_save, stop_on_failed_save=stop)
     checkpoints = checkpoint.Checkpoints(engine, folder, recipe, said.append)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     error, steps = None, []
@@ -506,7 +484,7 @@ def saved_steps(case: Case, folder: Path, steps: int = 1) -> list[str]:
     from leviathan_ds.training import checkpoint
 
     said: list[str] = []
-    engine, recipe = _tiny_engine(case, keep_checkpoints=steps)
+    engine, recipe = _saving_engine(case, keep_checkpoints=steps)
     checkpoints = checkpoint.Checkpoints(engine, folder, recipe, said.append)
     for step in range(1, steps + 1):
         checkpoints.save(run_directory.TrainerState(step, step * GLOBAL_BATCH, {}, [], None))
@@ -557,7 +535,7 @@ def refusal_of_load(case: Case, folder: Path) -> str | None:
     """What `load` says of a checkpoint that it refuses; None if it loads it."""
     from leviathan_ds.training import checkpoint
 
-    engine, _ = _tiny_engine(case)
+    engine, _ = _saving_engine(case)
     try:
         checkpoint.load(engine, folder, same_layout=True)
     except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from distributed_cases import CONFIGS, GLOBAL_BATCH, Case, batches
+from distributed_cases import GLOBAL_BATCH, Case, batches, build, seeded
 
 from leviathan_ds import run_directory
 from leviathan_ds.config import FaultsConfig, RunConfig
@@ -38,18 +37,6 @@ class Said:
         if topology.rank() == 0:
             self._faults.add(entry)
             self._faults.flush()
-
-
-def build(case: Case) -> tuple[Any, Any]:
-    from leviathan_ds.parallel import ds_config
-    from leviathan_ds.training import loop
-
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    topology.initialize(case.tp)
-    recipe = case.recipe(topology.data_parallel_size())
-    path = CONFIGS / f"{case.zero}.json"
-    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
-    return loop.build_engine(recipe, config)[0], recipe
 
 
 def guard_of(case: Case, run_dir: Path, faults: FaultsConfig, watchdog: Watchdog, **run: Any) -> tuple[Any, Said]:
@@ -213,16 +200,9 @@ def replica_fault(case: Case, faulty_rank: int, name: str) -> dict[str, list[int
 
 def seeds_differ(case: Case, faulty_rank: int) -> str:
     """The start-up check when one tensor-parallel rank drew other initial weights."""
-    from leviathan_ds.parallel import ds_config
     from leviathan_ds.training import loop
 
-    topology.initialize(case.tp)
-    recipe = case.recipe(topology.data_parallel_size())
-    path = CONFIGS / f"{case.zero}.json"
-    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
-    if topology.rank() == faulty_rank:
-        recipe = replace(recipe, training=replace(recipe.training, seed=recipe.training.seed + 1))
-    engine, _ = loop.build_engine(recipe, config)
+    engine, _ = build(case, lambda recipe: seeded(recipe, recipe.training.seed + (topology.rank() == faulty_rank)))
     try:
         loop.check_replicas(engine)
     except RuntimeError as error:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import torch
-from distributed_cases import CONFIGS, GLOBAL_BATCH, Case, batches
+from distributed_cases import GLOBAL_BATCH, Case, batches, build
 from torch import Tensor
 
 from leviathan_ds import run_directory
@@ -21,17 +20,7 @@ SMALL_GROUPS = {"stage3_param_persistence_threshold": 0, "sub_group_size": 2000}
 
 
 def _engine(case: Case, small_groups: bool) -> tuple[Any, Any]:
-    from leviathan_ds.parallel import ds_config
-    from leviathan_ds.training import loop
-
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    topology.initialize(case.tp)
-    recipe = case.recipe(topology.data_parallel_size())
-    path = CONFIGS / f"{case.zero}.json"
-    config = ds_config.fill(ds_config.read(path), recipe, topology.world_size(), path)
-    if small_groups:
-        config["zero_optimization"] |= SMALL_GROUPS
-    return loop.build_engine(recipe, config)[0], recipe
+    return build(case, zero_optimization=SMALL_GROUPS if small_groups else None)
 
 
 def _train(engine: Any, case: Case, steps: range) -> list[float]:

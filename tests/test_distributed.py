@@ -135,8 +135,11 @@ def test_replicas_stay_bitwise_equal(two_ranks, zero, sequence_parallel):
 
 
 def test_memory_does_not_grow_over_200_steps(two_ranks):
-    """A graph or a batch that each step leaves behind would be 50 KB or more."""
-    for sizes in two_ranks.run(memory_run, Case(tp=2, zero="zero2", accumulation=2), (50, 200)):
+    """A graph or a batch that each step leaves behind would be 50 KB or more.
+
+    From step 100 on: until then the allocator still takes memory for threads that work for the first time.
+    """
+    for sizes in two_ranks.run(memory_run, Case(tp=2, zero="zero2", accumulation=2), (100, 300)):
         (tensors, resident), (later_tensors, later_resident) = sizes
         assert later_tensors == tensors
         assert later_resident - resident < 150 * 20_000

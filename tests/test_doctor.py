@@ -545,7 +545,7 @@ def test_a_tight_disk_is_a_note_at_a_start_and_nothing_to_a_finished_run(
 
 
 def test_a_run_whose_last_checkpoint_is_damaged_is_asked_after_all(checked_job: job.Job, monkeypatch) -> None:
-    monkeypatch.setattr(examination, "all_say", lambda _: True)  # that it is finished, before they looked closely
+    monkeypatch.setattr(loop, "of_all_ranks", lambda _: [True])  # that it is finished, before they looked closely
     monkeypatch.setattr(examination, "_all_reduce", lambda *_, **__: (False, 0.0))
     with pytest.raises(UserError, match="wrong sum on rank 0"):
         loop.run(checked_job)

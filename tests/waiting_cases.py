@@ -82,7 +82,8 @@ def waits_of_steps(zero: str, run_dir: Path, planted: bool) -> list[str]:
 
     planted: the guard's vote is made to wait.
     """
-    from fault_cases import LR, build, guard_of
+    from distributed_cases import build
+    from fault_cases import LR, guard_of
 
     from leviathan_ds.parallel import engine as engines
     from leviathan_ds.training.step import train_step

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from leviathan_ds.doctor.checks import Finding, Measured, examine
 from leviathan_ds.doctor.facts import NodeFacts, Plan, is_there, node_facts
 from leviathan_ds.parallel import engine as engines
 from leviathan_ds.parallel import topology
+from leviathan_ds.parallel.agreement import of_all_ranks, of_rank_0
 from leviathan_ds.parallel.launch import LaunchEnvironment
 
 _PROBE_VISIBLE_WITHIN_S = 45.0
@@ -47,9 +47,11 @@ def examination(plan: Plan, starting: bool = False) -> list[Finding]:
         measured = _measure(bandwidth=not starting)
         if problem is not None:
             plan = dataclasses.replace(plan, problems={**plan.problems, "run_dir": problem})
-        told = _gathered(_facts_or_trouble(plan, shared) if speaks else None)
+        told = of_all_ranks(_facts_or_trouble(plan, shared) if speaks else None)
     troubles = [trouble for trouble in told if isinstance(trouble, str)]
-    findings = [] if troubles else examine([node for node in told if node is not None], measured, starting)
+    findings = (
+        [] if troubles else examine([node for node in told if isinstance(node, NodeFacts)], measured, starting)
+    )
     if topology.rank() == 0 and made and not (starting and findings and _fit(findings)):
         with contextlib.suppress(OSError):
             plan.run_dir.rmdir()
@@ -86,11 +88,6 @@ def require_fit(plan: Plan) -> None:
         raise UserError(failed[0].sentence + more)
 
 
-def all_say(answer: bool) -> bool:
-    """Whether the answer is yes on every rank. Collective."""
-    return all(_gathered(answer))
-
-
 def report(findings: Sequence[Finding]) -> None:
     """Print the table, and a sentence for each finding that is not well."""
     table = Table("check", "", "found", title="doctor")
@@ -111,7 +108,7 @@ def _probed_run_dir(run_dir: Path):
 
     Only the first rank of each node looks. Leave the block together.
     """
-    name = _broadcast(f"{run_directory.PROBE}{uuid.uuid4().hex[:8]}")
+    name = of_rank_0(f"{run_directory.PROBE}{uuid.uuid4().hex[:8]}")
     probe, problem = run_dir / name, None
     try:
         if topology.rank() == 0:
@@ -120,7 +117,7 @@ def _probed_run_dir(run_dir: Path):
                 probe.touch()
             except OSError as error:
                 problem = f"rank 0 cannot write to --run_dir {run_dir}: {error.strerror}; choose another one"
-        problem = _broadcast(problem)
+        problem = of_rank_0(problem)
         seen = problem is None and LaunchEnvironment.read().local_rank == 0 and _appears(probe)
         yield seen, problem
     finally:
@@ -141,9 +138,9 @@ def _measure(bandwidth: bool) -> Measured:
     clocks = _clock_offsets()
     if not bandwidth:
         right, _ = _all_reduce(_CORRECTNESS_BYTES, rounds=1)
-        return Measured(clocks, _gathered(right))
+        return Measured(clocks, of_all_ranks(right))
     right, speed = _all_reduce(_BANDWIDTH_BYTES, _BANDWIDTH_ROUNDS)
-    return Measured(clocks, _gathered(right), min(_gathered(speed)), _BANDWIDTH_BYTES)  # the slowest link's
+    return Measured(clocks, of_all_ranks(right), min(of_all_ranks(speed)), _BANDWIDTH_BYTES)  # the slowest link's
 
 
 def _all_reduce(size_bytes: int, rounds: int) -> tuple[bool, float]:
@@ -171,19 +168,6 @@ def _clock_offsets() -> list[float]:
     for _ in range(_CLOCK_ROUNDS):
         topology.barrier()
         rounds.append(time.time())
-    clocks = _gathered(rounds)
+    clocks = of_all_ranks(rounds)
     offsets = ([there - here for there, here in zip(each, clocks[0], strict=True)] for each in clocks)
     return [min(each, key=abs) for each in offsets]
-
-
-def _gathered(value: Any) -> list[Any]:
-    values: list[Any] = [None] * topology.world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _broadcast(value: Any) -> Any:
-    """Rank 0's value, on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]

@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from data_prep.errors import UserError
+from data_prep.errors import UserError, one_line
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.config import Recipe
 from leviathan_ds.model.weights import shard_file
 from leviathan_ds.parallel import engine as engines
 from leviathan_ds.parallel import topology
+from leviathan_ds.parallel.agreement import of_all_ranks, on_rank_0
 from leviathan_ds.run_directory import TrainerState
 from leviathan_ds.training import checkpoint_writer as writer
 from leviathan_ds.training import reshard
-from leviathan_ds.training.agreement import of_all_ranks, on_rank_0
 from leviathan_ds.training.checkpoint_engine import CollectingEngine, load_plain
 
 _RANDOM_STATES = "random_states_rank{}.pt"
@@ -140,7 +140,7 @@ class Checkpoints:
         try:
             self._failure = self._written(final, content, state, rotates)
         except Exception as error:  # another rank is gone, and so is this run
-            self._failure = writer.reason(error)
+            self._failure = one_line(error)
         self._report(state.step)
 
     def _written(self, final: Path, content: dict[str, Any], state: TrainerState, rotates: bool) -> str | None:
@@ -249,7 +249,7 @@ def damage(checkpoint: Path) -> str | None:
     try:
         mine = run_directory.damage_of_share(checkpoint, topology.rank(), topology.world_size())
     except Exception as error:  # whatever it is: the others wait for this rank's answer
-        mine = f"{checkpoint}: {writer.reason(error)}"
+        mine = f"{checkpoint}: {one_line(error)}"
     return next((reason for reason in of_all_ranks(mine) if reason is not None), None)
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from data_prep.errors import one_line
 from leviathan_ds import run_directory
 from leviathan_ds.parallel.watchdog import disk_work, does_disk_work
 
@@ -77,7 +78,7 @@ def write_pickle(path: Path, state: Any) -> tuple[int, int]:
         with path.open("wb") as file:
             torch.save(state, file)
     except Exception as error:
-        raise OSError(f"{path}: {reason(error)}") from error
+        raise OSError(f"{path}: {one_line(error)}") from error
     return _settle(path)
 
 
@@ -129,20 +130,8 @@ def attempt(action: Callable[[], object]) -> str | None:
     try:
         action()
     except Exception as error:
-        return reason(error)
+        return one_line(error)
     return None
-
-
-def reason(error: BaseException) -> str:
-    """What went wrong, in one line. torch hides the disk's own error behind one about its archive."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__context__
-    if cause is None:
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
-    if cause.strerror is None:
-        return str(cause)
-    return cause.strerror if cause.filename is None else f"{cause.filename}: {cause.strerror}"
 
 
 def _settle(path: Path) -> tuple[int, int]:

@@ -19,10 +19,10 @@ from leviathan_ds.model.initialization import initialize_weights
 from leviathan_ds.model.language_model import LanguageModel
 from leviathan_ds.parallel import ds_config, launch, registry, topology
 from leviathan_ds.parallel import engine as engines
+from leviathan_ds.parallel.agreement import of_all_ranks, on_rank_0
 from leviathan_ds.parallel.gradients import component_norms
 from leviathan_ds.parallel.watchdog import Watchdog
 from leviathan_ds.training import checkpoint
-from leviathan_ds.training.agreement import on_rank_0
 from leviathan_ds.training.evaluate import Evaluation, evaluate, token_bytes, validation_batches
 from leviathan_ds.training.faults import StepGuard
 from leviathan_ds.training.generator_health import generator_health
@@ -46,7 +46,7 @@ def run(job: Job) -> int:
         with suppress(OSError):  # a full disk is the doctor's to name
             run_directory.write_text(job.run_dir / run_directory.MET, f"{topology.world_size()} ranks\n")
     plan = facts.Plan(recipe, job.run_dir, job.ds_config, tuple(job.data.fingerprints))
-    seems_finished = examination.all_say(job.finished)
+    seems_finished = all(of_all_ranks(job.finished))
     if not seems_finished:
         examination.require_fit(plan)
     # Anew, now that this job holds the run directory: another one may just have saved there.
