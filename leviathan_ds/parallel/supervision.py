@@ -93,12 +93,12 @@ class Supervisor:
                 if self._asked_to_stop and not met:
                     return EXIT_STOPPED, "asked to stop before all ranks had met"
                 if self._asked_to_stop:
-                    if not asked:
-                        _say("asked to stop: the job saves after its step; a Ctrl-C ends it at once")
+                    first, asked = not asked, True  # before the file is there: a Ctrl-C may come at any moment
                     # Not by a signal: it would reach no rank of another host, and DeepSpeed's launcher kills a
                     # rank 30 s after one. Again and again, as a job that is starting removes it.
                     (self.run_dir / run_directory.STOP).touch()
-                    asked = True
+                    if first:
+                        _say("asked to stop: the job saves after its step; a Ctrl-C ends it at once")
                 if not met and time.monotonic() > deadline:
                     minutes = self.rendezvous_timeout_s / 60
                     return 1, f"the ranks have not met in {minutes:g} minutes (--rendezvous_timeout_minutes)"
