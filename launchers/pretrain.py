@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     from leviathan_ds.parallel import topology
     from leviathan_ds.training import job, loop
 
-    if options.config is None and recipe.data.prefixes == (str(DEMO_PREFIX),):
+    if recipe.data.prefixes == (str(DEMO_PREFIX),):
         # Mistakes come to light before the minutes of preparing.
         job.check_configuration(recipe, Path(options.ds_config), environment.world_size)
         with locked(DEMO_PREFIX.with_name("prepare.lock")):

@@ -194,7 +194,8 @@ def find_checkpoint(path: Path, damage: Callable[[Path], str | None] = lambda ch
         if reason is None:
             return checkpoint
         _logger.warning("passing over a checkpoint: %s", reason)
-    raise UserError(f"{path} holds no complete checkpoint; give a run directory or one of its checkpoints")
+    problem = "holds no complete checkpoint" if path.exists() else "does not exist"
+    raise UserError(f"{path} {problem}; give a run directory or one of its checkpoints")
 
 
 def run_of(checkpoint: Path) -> Path:

@@ -487,9 +487,9 @@ def test_launchers(tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureF
 
     for launcher, arguments, message in (
         (export_hf, export_arguments, "not empty"),
-        (export_hf, ["--checkpoint", str(tmp_path / "none"), "--output", "x"], "no complete checkpoint"),
+        (export_hf, ["--checkpoint", str(tmp_path / "none"), "--output", "x"], "does not exist"),
         (export_hf, [*export_arguments[:2], "--output", "x", "--text", "none.txt"], "none.txt"),
-        (generate_launcher, ["--checkpoint", str(tmp_path / "none"), *prompt], "no complete checkpoint"),
+        (generate_launcher, ["--checkpoint", str(tmp_path / "none"), *prompt], "does not exist"),
         (generate_launcher, ["--checkpoint", str(run), *prompt, "--top_p", "2"], "--top_p must be"),
         (generate_launcher, ["--checkpoint", str(run), "--prompt", "\udcff"], "--prompt is not UTF-8"),
         (export_hf, [*export_arguments[:2], "--output", str(run / "recipe.yaml" / "x")], "cannot be written"),
