@@ -190,6 +190,7 @@ def test_a_run_is_measured(undisturbed):
     assert page(undisturbed).count("<figure>") >= 10
 
 
+@pytest.mark.slow  # test_run.py has it in its pool of ranks
 def test_a_finished_run_says_so(recipe, undisturbed):
     before = (undisturbed / run_directory.METRICS).read_text()
     output = finish(start(command(recipe, undisturbed, *LAYOUT, ranks=2)))
@@ -197,6 +198,7 @@ def test_a_finished_run_says_so(recipe, undisturbed):
     assert (undisturbed / run_directory.METRICS).read_text() == before
 
 
+@pytest.mark.slow  # test_run.py and test_checkpoint.py have it in their pools of ranks
 def test_a_damaged_checkpoint_is_named_and_passed_over(recipe, undisturbed, tmp_path):
     run_dir = tmp_path / "damaged"
     subprocess.run(["cp", "-r", str(undisturbed), str(run_dir)], check=True)
@@ -213,20 +215,22 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(recipe, undisturbed, tmp_
     assert losses(run_dir) == losses(undisturbed)
 
 
-def test_a_run_goes_on_on_another_cluster(recipe, undisturbed, tmp_path):
-    """From TP 2 at ZeRO 2 to one rank at ZeRO 3: by itself, and through a checkpoint without a layout."""
-    moved, freed = tmp_path / "moved", tmp_path / "freed"
-    shutil.copytree(undisturbed, moved)
+@pytest.mark.parametrize("freed", [True, pytest.param(False, marks=pytest.mark.slow)])  # slow: test_reshard.py
+def test_a_run_goes_on_on_another_cluster(freed, recipe, undisturbed, tmp_path):
+    """From TP 2 at ZeRO 2 to one rank at ZeRO 3: through a checkpoint without a layout, and by itself."""
+    run_dir = tmp_path / "moved"
+    shutil.copytree(undisturbed, run_dir)
     for later in ("step_00000010", "step_00000012"):
-        shutil.rmtree(moved / "checkpoints" / later)
-    output = run_python("reshard.py", str(moved), "--output", str(freed))
-    assert f"goes on with --run_dir {freed}, on any layout" in output
-    for run_dir in (moved, freed):
-        layout = ("--training.micro_batch_size=4",)
-        output = finish(start(command(recipe, run_dir, *layout, ranks=1, ds_config="zero3")))
-        assert "resuming at step 5 on another layout" in output
-        assert losses(run_dir) == pytest.approx(losses(undisturbed), rel=1e-5)
-        assert learning_rates(run_dir) == learning_rates(undisturbed)
+        shutil.rmtree(run_dir / "checkpoints" / later)
+    if freed:
+        moved, run_dir = run_dir, tmp_path / "freed"
+        output = run_python("reshard.py", str(moved), "--output", str(run_dir))
+        assert f"goes on with --run_dir {run_dir}, on any layout" in output
+    layout = ("--training.micro_batch_size=4",)
+    output = finish(start(command(recipe, run_dir, *layout, ranks=1, ds_config="zero3")))
+    assert "resuming at step 5 on another layout" in output
+    assert losses(run_dir) == pytest.approx(losses(undisturbed), rel=1e-5)
+    assert learning_rates(run_dir) == learning_rates(undisturbed)
 
 
 def test_export_evaluate_and_generate(recipe, undisturbed, tmp_path):
@@ -248,6 +252,7 @@ def test_export_evaluate_and_generate(recipe, undisturbed, tmp_path):
     assert load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"].shape == (600, 32)
 
 
+@pytest.mark.slow  # test_distributed.py has the weights, test_export.py the export
 def test_equal_initial_weights_export_equally_at_tp_1_and_2(recipe, tmp_path):
     """The weights before the first step do not depend on the layout, and neither does their export."""
     tables = []
