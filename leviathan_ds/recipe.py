@@ -16,6 +16,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from data_prep.errors import UserError
+from data_prep.strict_yaml import load_yaml
 from leviathan_ds import config
 from leviathan_ds.config import Recipe
 
@@ -65,11 +66,11 @@ def _checked_values(path: Path) -> dict[str, Any]:
 def read_recipe_file(path: Path) -> dict[str, Any]:
     """The mapping in a recipe file, its keys checked. Raises UserError with file, key and nearest known key."""
     try:
-        values = yaml.load(path.read_text(), _UniqueKeyLoader)
+        values = load_yaml(path)
     except OSError as error:
         raise UserError(f"recipe {path}: {error.strerror}; see recipes/ for the ones that ship") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe {path}: not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise UserError(f"recipe {path}: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"recipe {path}: expected sections such as model: and training:")
     _check_keys(path, values, Recipe, "")
@@ -77,21 +78,6 @@ def read_recipe_file(path: Path) -> dict[str, Any]:
     if wandb.get("wandb") is False:  # YAML 1.1 reads a bare `off` as false
         wandb["wandb"] = "off"
     return values
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a key that stands twice in one mapping: YAML's loader would keep the last in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = str(key_node.value)
-            if key in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key!r} stands twice", problem_mark=key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def _check_keys(path: Path, values: dict[str, Any], section: type, prefix: str) -> None:

@@ -1,0 +1,29 @@
+"""YAML that people write: a mapping whose keys stand once each."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a key that stands twice in one mapping: YAML's loader would keep the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = str(key_node.value)
+            if key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key!r} stands twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(path: Path) -> Any:
+    """A file's content. Raises OSError, and ValueError with one line for what is no YAML or has a key twice."""
+    try:
+        return yaml.load(path.read_text(), _UniqueKeyLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
