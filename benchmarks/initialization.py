@@ -68,7 +68,8 @@ def main() -> None:
     options = parser.parse_args()
     topology.initialize(1)
     data = check_data(DATA)
-    datasets = build_datasets(DATA, data, options.steps * BATCH)
+    train_dataset, domains = build_datasets(DATA, data, options.steps * BATCH)
+    datasets = train_dataset, *domains.values()
     training = TrainingConfig(
         train_steps=options.steps, warmup_steps=options.steps // 10, lr=2e-3, min_lr=2e-4, global_batch_size=BATCH
     )

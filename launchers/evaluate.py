@@ -1,7 +1,8 @@
 """Score a trained model on a dataset: `python launchers/evaluate.py --checkpoint runs/NAME --data data/pile`.
 
 Loss and perplexity per token and bits per byte of text, over the documents that the recipe holds out of training
-(--split validation, the default) or over those that it trains on.
+(--split validation, the default), over those that it trains on, or (--split all) over a whole dataset, such as the
+PREFIX.validation of data_prep. Attention stays within documents if it did in training.
 """
 
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from data_prep.cli import CommandParser, positive_int, run
 
+DOCUMENTS = {"validation": "held_out", "train": "training", "all": "all"}
+
 
 def build_parser() -> CommandParser:
     """The command line's options."""
@@ -18,7 +21,7 @@ def build_parser() -> CommandParser:
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, help="a run (its last checkpoint) or one of its checkpoints")
     add("--data", required=True, help="prefix of a dataset of the same tokenizer, without .bin/.idx")
-    add("--split", choices=("validation", "train"), default="validation", help="which of its documents")
+    add("--split", choices=tuple(DOCUMENTS), default="validation", help="which of its documents")
     add("--samples", type=positive_int, default=512, help="sequences of the training length, at most")
     add("--micro_batch_size", type=positive_int, default=8, help="sequences at once")
     return parser
@@ -35,7 +38,10 @@ def evaluate(options) -> None:
     """Print the scores."""
     from dataclasses import replace
 
-    from leviathan_ds.data.dataset import build_datasets, check_data
+    from megatron.core.datasets.utils import Split
+
+    from leviathan_ds.data.dataset import check_data
+    from leviathan_ds.data.index import open_part
     from leviathan_ds.data.loader import loader
     from leviathan_ds.parallel import topology
     from leviathan_ds.trained_model import find_trained_model
@@ -46,13 +52,12 @@ def evaluate(options) -> None:
         trained.recipe.data,
         prefixes=(options.data,),
         weights=(),
+        blend=None,
+        validation_prefixes=(),
         tokenizer_fingerprint=trained.tokenizer.fingerprint,
     )
-    data = check_data(config)
-    # No more training samples than one epoch holds: an index over epochs of repetitions could fill the memory.
-    epoch = sum(manifest.tokens for manifest in data.manifests) // config.sequence_length + 1
-    train, validation = build_datasets(config, data, min(options.samples, epoch))
-    dataset = validation if options.split == "validation" else train
+    (part,) = check_data(config).train
+    dataset = open_part(config, replace(part, documents=DOCUMENTS[options.split]), None, Split.valid)
     topology.initialize(1)
     model = trained.build()
     indices = evaluation.validation_batches(options.samples, len(dataset), options.micro_batch_size)

@@ -188,16 +188,24 @@ class DataConfig:
     """Paths without .bin/.idx."""
     weights: tuple[float, ...] = ()
     """One for each prefix; empty: by number of tokens."""
+    blend: str | None = None
+    """A blend file (YAML: prefixes, weights, validation prefixes), instead of data.prefixes and data.weights."""
+    validation_prefixes: tuple[str, ...] = ()
+    """Whole datasets to validate on, each a domain of its own; empty: the documents of validation_fraction."""
     sequence_length: int = 512
     """Tokens a sample."""
     validation_fraction: float = 0.02
-    """Of the documents, chosen by their index for ever."""
+    """Of the documents, chosen by their index for ever. Datasets with validation prefixes are trained on whole."""
+    reset_attention_mask: bool = False
+    """Attention stays within a document: no token sees those before the last end-of-document."""
     tokenizer_fingerprint: str | None = None
     """Refuse datasets of any other tokenizer."""
     seed: int = 1234
     """Of the sample order."""
     num_workers: int = 1
     """Loader processes; 0 reads in the training process."""
+    index_cache: str | None = None
+    """Folder for the sample indices, say where datasets are read-only; null: beside each dataset."""
 
     def __post_init__(self) -> None:
         _require(self.sequence_length >= 2, "data.sequence_length must be at least 2 tokens")
@@ -207,6 +215,13 @@ class DataConfig:
             f"data.weights has {len(self.weights)} entries for {len(self.prefixes)} data.prefixes",
         )
         _require(all(weight > 0 for weight in self.weights), "data.weights must all be positive")
+        for name in ("prefixes", "weights", "validation_prefixes"):
+            _require(
+                self.blend is None or not getattr(self, name),
+                f"data.blend and data.{name} exclude each other: the blend file names prefixes and weights",
+            )
+        for name in ("blend", "index_cache"):
+            _require(getattr(self, name) != "", f"data.{name} is empty; is a shell variable in it unset?")
         _require(self.num_workers >= 0, "data.num_workers must not be negative")
         _require(0 <= self.seed < 2**32, "data.seed must lie between 0 and 2^32 - 1 (numpy's range)")
 
@@ -360,6 +375,12 @@ class Recipe:
             not self.parallel.sequence_parallel or self.data.sequence_length % tp == 0,
             f"parallel.sequence_parallel needs data.sequence_length = {self.data.sequence_length} to be a "
             f"multiple of parallel.tensor_model_parallel_size = {tp}",
+        )
+        beyond = [step for step in self.run.profile_steps if step > self.training.train_steps]
+        _require(
+            not beyond,
+            f"run.profile_steps names step {max(beyond, default=0)}, beyond training.train_steps = "
+            f"{self.training.train_steps}",
         )
 
     def with_vocabulary(self, vocab_size: int) -> Recipe:

@@ -49,6 +49,8 @@ class Case:
     precision: str = "fp32"
     recompute: str = "none"
     compile: bool = False
+    documents: bool = False
+    """Attention stays within documents, of which every sample has two or three."""
     steps: int = 5
 
     def recipe(self, data_parallel_size: int) -> Recipe:
@@ -74,13 +76,21 @@ class Case:
         )
 
 
-def samples(steps: int) -> list[dict[str, Tensor]]:
-    """Random sequences, the same in every process; some tokens without loss in a fixed share of each."""
+def samples(steps: int, documents: bool = False) -> list[dict[str, Tensor]]:
+    """Random sequences, the same in every process; some tokens without loss in a fixed share of each.
+
+    documents: with positions that begin anew, as GPTDataset's with reset_position_ids.
+    """
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, MODEL.vocabulary, (steps * GLOBAL_BATCH, SEQUENCE + 1), generator=generator)
     mask = torch.ones(SEQUENCE)
     mask[3] = 0
-    return [{"tokens": row[:-1], "labels": row[1:], "loss_mask": mask} for row in tokens]
+    found = [{"tokens": row[:-1], "labels": row[1:], "loss_mask": mask} for row in tokens]
+    if documents:
+        for number, sample in enumerate(found):
+            lengths = (5, 4, SEQUENCE - 9) if number % 3 else (1, SEQUENCE - 1)
+            sample["position_ids"] = torch.cat([torch.arange(length) for length in lengths])
+    return found
 
 
 def batches(case: Case) -> list[list[Batch]]:
@@ -88,15 +98,22 @@ def batches(case: Case) -> list[list[Batch]]:
     size = topology.data_parallel_size()
     micro = GLOBAL_BATCH // (case.accumulation * size)
     sampler = GlobalBatchSampler(0, case.steps, GLOBAL_BATCH, micro, topology.data_parallel_rank(), size)
-    data = samples(case.steps)
+    data = samples(case.steps, case.documents)
     return [
         [collate([data[i] for i in indices]) for indices in sampler.step_indices(s)] for s in range(case.steps)
     ]
 
 
 def plain_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
-    """Mean over the unmasked tokens by torch's cross-entropy on whole logits, not by the trainer's own loss."""
-    logits = model(batch.tokens)
+    """Mean over the unmasked tokens by torch's cross-entropy on whole logits, not by the trainer's own loss.
+
+    Documents go through the model one by one.
+    """
+    if batch.cu_seqlens is None:
+        logits = model(batch.tokens)
+    else:
+        documents = batch.tokens.flatten().split(batch.cu_seqlens.diff().tolist())
+        logits = torch.cat([model(document[None])[0] for document in documents]).view(*batch.tokens.shape, -1)
     counted = batch.loss_mask.bool()
     return torch.nn.functional.cross_entropy(logits[counted], batch.labels[counted])
 

@@ -106,6 +106,12 @@ BAD_VALUES: list[tuple[type, dict[str, Any], str]] = [
     (DataConfig, {"prefixes": ("a", "b"), "weights": (1.0,)}, "data.weights"),
     (DataConfig, {"prefixes": ("a", "b"), "weights": (1.0, 0.0)}, "data.weights"),
     (DataConfig, {"num_workers": -1}, "data.num_workers"),
+    *[
+        (DataConfig, {"blend": "pile.yaml", name: values}, f"data.{name}")
+        for name, values in (("prefixes", ("a",)), ("validation_prefixes", ("b",)))
+    ],
+    (DataConfig, {"blend": ""}, "data.blend"),
+    (DataConfig, {"index_cache": ""}, "data.index_cache"),
     *[(DataConfig, {"seed": seed}, "data.seed") for seed in (-1, 2**32)],
     *[
         (TrainingConfig, {name: 0}, f"training.{name}")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from data_prep.errors import UserError
 from data_prep.files import bin_path, idx_path
@@ -23,7 +24,9 @@ from data_prep.manifest import load_manifest
 from data_prep.preprocess import preprocess
 from data_prep.train_tokenizer import train_tokenizer
 from leviathan_ds.config import DataConfig
-from leviathan_ds.data.dataset import build_datasets, check_data, validation_documents
+from leviathan_ds.data import index
+from leviathan_ds.data.dataset import build_datasets, check_data
+from leviathan_ds.data.index import validation_documents
 from leviathan_ds.data.loader import collate, loader
 from leviathan_ds.data.sampler import GlobalBatchSampler
 
@@ -36,12 +39,21 @@ def configure(*prefixes: Path, **values: Any) -> DataConfig:
     return DataConfig(prefixes=tuple(map(str, prefixes)), **values)
 
 
-def build(config: DataConfig, num_train_samples: int = 100) -> tuple[Any, Any]:
+def build_domains(config: DataConfig, num_train_samples: int = 100) -> tuple[Any, dict[str, Any]]:
     return build_datasets(config, check_data(config), num_train_samples)
 
 
+def build(config: DataConfig, num_train_samples: int = 100) -> tuple[Any, Any]:
+    """Training and validation samples of a recipe with one domain."""
+    train, domains = build_domains(config, num_train_samples)
+    (validation,) = domains.values()
+    return train, validation
+
+
 def caches(prefix: Path) -> list[str]:
-    return sorted(path.name for path in prefix.with_name(prefix.name + ".index_cache").iterdir())
+    """Names of what is built, or being built, beside a dataset."""
+    folder = prefix.with_name(prefix.name + ".index_cache")
+    return sorted(path.name for path in folder.iterdir() if path.name != "build.lock")
 
 
 def rows(dataset: Any) -> np.ndarray:
@@ -143,8 +155,8 @@ def test_samples_are_contiguous_runs_of_the_shuffled_documents_of_their_split(co
 def test_labels_are_the_tokens_shifted_by_one_and_nothing_is_masked(corpus: Path) -> None:
     train, validation = build(configure(corpus))
     for dataset in (train, validation):
-        for index in range(len(dataset)):
-            sample = dataset[index]
+        for number in range(len(dataset)):
+            sample = dataset[number]
             assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
             assert sample["tokens"].shape == sample["labels"].shape == (LENGTH,)
             assert torch.equal(sample["loss_mask"], torch.ones(LENGTH))
@@ -210,25 +222,107 @@ def test_half_built_cache_is_not_trusted(corpus_copy: CopyCorpus, monkeypatch: p
 
 def test_blend_has_its_proportions_and_its_members(corpus_copy: CopyCorpus) -> None:
     one, other = corpus_copy("one"), corpus_copy("other")
-    train, validation = build(configure(one, other, weights=(3.0, 1.0)), num_train_samples=200)
+    train, domains = build_domains(configure(one, other, weights=(3.0, 1.0)), num_train_samples=200)
     assert len(train) == 200
     members = [int(train[i]["dataset_id"]) for i in range(200)]
     assert Counter(members) == {0: 150, 1: 50}
     assert max(abs(members[:n].count(0) - 0.75 * n) for n in range(1, 201)) <= 1  # evenly from the start
-    assert len(validation) > 0
-    assert {int(validation[i]["dataset_id"]) for i in range(len(validation))} == {0, 1}
-    by_tokens, _ = build(configure(one, other), num_train_samples=100)
+    alone = rows(build(configure(one))[1])
+    assert list(domains) == [str(one), str(other)]  # their last parts are the same
+    for validation in domains.values():
+        assert np.array_equal(rows(validation), alone)
+    by_tokens, _ = build_domains(configure(one, other), num_train_samples=100)
     assert Counter(int(by_tokens[i]["dataset_id"]) for i in range(100)) == {0: 50, 1: 50}
 
 
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (2.0, 1.0), (1.0, 7.0), (0.317, 0.683), (1.0, 1e-3)])
-def test_validation_blend_never_asks_for_more_than_there_is(corpus_copy: CopyCorpus, weights: Any) -> None:
-    config = configure(corpus_copy("one"), corpus_copy("other"), weights=weights)
-    _, validation = build(config, num_train_samples=11)
-    _, alone = build(configure(Path(config.prefixes[0])))
-    counts = Counter(int(validation[i]["dataset_id"]) for i in range(len(validation)))
-    assert max(counts.values()) <= len(alone)
-    assert len(validation) >= len(alone) - 2  # the heavier dataset is used up
+def test_blends_index_is_kept_and_read_back(corpus_copy: CopyCorpus) -> None:
+    config = configure(corpus_copy("one"), corpus_copy("other"), weights=(3.0, 1.0))
+    built: list[index.Index] = []
+
+    def samples() -> np.ndarray:
+        return rows(build_datasets(config, check_data(config), 50, built.append)[0])
+
+    first, again = samples(), samples()
+    assert np.array_equal(first, again)
+    assert [each.built for each in built] == [True] * 5 + [False] * 5  # two datasets, their blend, two validations
+    blend = built[2]
+    assert blend.title == "blend of 2 datasets"
+    assert blend.samples == 50
+    assert blend.bytes == sum(path.stat().st_size for path in blend.folder.iterdir()) > 50 * 10
+
+
+def write_blend(folder: Path, *entries: dict[str, Any]) -> DataConfig:
+    path = folder / "blend.yaml"
+    path.write_text(yaml.safe_dump({"datasets": list(entries)}))
+    return configure(blend=str(path))
+
+
+def test_blend_file_trains_on_whole_datasets_and_validates_by_domain(
+    corpus_copy: CopyCorpus, corpus_tokenizer: Path, tmp_path: Path
+) -> None:
+    """One entry has a validation set of its own, the other holds out a fraction."""
+    corpus_copy("one"), corpus_copy("other")
+    source = tmp_path / "held_out.jsonl"
+    source.write_text('{"text": "Another text, of some length. "}\n' * 40)
+    preprocess([source], corpus_tokenizer, tmp_path / "held_out")
+    config = write_blend(
+        tmp_path,
+        {"name": "A", "train": "one/tiny", "validation": "held_out", "weight": 3},
+        {"name": "B", "train": "other/tiny", "weight": 1},
+    )
+    train, domains = build_domains(config, 200)
+    assert Counter(int(train[i]["dataset_id"]) for i in range(200)) == {0: 150, 1: 50}
+    whole, rest = (set(np.asarray(part.document_index).tolist()) for part in train.datasets)
+    held_out = set(np.flatnonzero(validation_documents(35, 0.2)).tolist())
+    assert whole == set(range(35))
+    assert rest == whole - held_out
+    assert list(domains) == ["A", "B"]
+    assert set(np.asarray(domains["A"].document_index).tolist()) == set(range(40))
+    assert set(np.asarray(domains["B"].document_index).tolist()) == held_out
+
+
+def test_validation_prefixes_of_a_recipe_without_a_blend_file(
+    corpus: Path, corpus_tokenizer: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "held_out.jsonl"
+    source.write_text('{"text": "Another text, of some length. "}\n' * 40)
+    preprocess([source], corpus_tokenizer, tmp_path / "held_out")
+    train, domains = build_domains(configure(corpus, validation_prefixes=(str(tmp_path / "held_out"),)))
+    assert set(np.asarray(train.document_index).tolist()) == set(range(35))
+    assert set(np.asarray(domains["held_out"].document_index).tolist()) == set(range(40))
+
+
+def test_fingerprints_follow_the_validation_and_a_blends_weights(corpus_copy: CopyCorpus, tmp_path: Path) -> None:
+    corpus_copy("one")
+
+    def fingerprints(weight: float) -> list[str]:
+        return check_data(write_blend(tmp_path, {"name": "A", "train": "one/tiny", "weight": weight})).fingerprints
+
+    assert fingerprints(1.0) == fingerprints(1.0)
+    assert fingerprints(1.0)[0] == fingerprints(2.0)[0] == load_manifest(tmp_path / "one" / "tiny").fingerprint
+    assert fingerprints(1.0)[1] != fingerprints(2.0)[1]
+
+
+def test_training_data_are_not_validated_on(corpus_copy: CopyCorpus, corpus: Path) -> None:
+    copy = corpus_copy()
+    with pytest.raises(UserError, match=rf"{copy} is validated on and has the content of {corpus}"):
+        check_data(configure(corpus, validation_prefixes=(str(copy),)))
+
+
+def test_prefix_that_stands_twice(corpus: Path) -> None:
+    with pytest.raises(UserError, match=rf"data\.prefixes has {corpus} twice"):
+        check_data(configure(corpus, corpus))
+
+
+def test_indices_in_a_folder_of_the_users(corpus_copy: CopyCorpus, tmp_path: Path) -> None:
+    """Datasets of one content share an index; where all are found, nothing is written."""
+    cache, one, other = tmp_path / "cache", corpus_copy("one"), corpus_copy("other")
+    expected = rows(build(configure(one, index_cache=str(cache)))[0])
+    assert not one.with_name("tiny.index_cache").exists()
+    cache.chmod(0o555)
+    (cache / "build.lock").unlink()
+    assert np.array_equal(rows(build(configure(other, index_cache=str(cache)))[0]), expected)
+    assert not (cache / "build.lock").exists()
 
 
 def test_empty_split_says_what_to_change(corpus: Path) -> None:
@@ -252,7 +346,7 @@ def test_no_prefixes() -> None:
 def test_missing_file_is_named(corpus_copy: CopyCorpus, suffix: str) -> None:
     path = Path(f"{corpus_copy()}.{suffix}")
     path.unlink()
-    with pytest.raises(UserError, match=f"{path}: no such file"):
+    with pytest.raises(UserError, match=rf"data\.prefixes: {path}: no such file"):
         check_data(configure(path.with_name("tiny")))
 
 
@@ -319,12 +413,34 @@ def test_collate_finds_the_distinct_ids(corpus: Path) -> None:
     assert torch.equal(batch.to(torch.device("cpu")).labels, batch.labels)
 
 
+def test_documents_end_with_their_end_of_document(corpus: Path) -> None:
+    """Bounds in the flattened batch; none where attention is not restricted, or every sample is one document."""
+    train, _ = build(configure(corpus, reset_attention_mask=True))
+    samples = [train[i] for i in range(40)]
+    eod = load_manifest(corpus).tokenizer.eod_id
+    expected = [0]
+    for sample in samples:
+        ends = [i + 1 for i, token in enumerate(sample["tokens"].tolist()) if token == eod]
+        start = expected[-1]
+        expected += [start + end for end in ends if end < LENGTH] + [start + LENGTH]
+    found = collate(samples).cu_seqlens
+    assert len(expected) > 45
+    assert found is not None and found.dtype is torch.int32
+    assert found.tolist() == expected
+    unbroken = [sample for sample in samples if eod not in sample["tokens"][:-1]]
+    assert unbroken and collate(unbroken).cu_seqlens is None
+    unrestricted, _ = build(configure(corpus))
+    assert collate([unrestricted[i] for i in range(40)]).cu_seqlens is None
+    assert all(torch.equal(unrestricted[i]["tokens"], sample["tokens"]) for i, sample in enumerate(samples))
+
+
 def test_loader_processes_change_nothing(corpus: Path) -> None:
-    train, _ = build(configure(corpus))
+    train, _ = build(configure(corpus, reset_attention_mask=True))
     sampler = GlobalBatchSampler(2, 8, 8, 4, 1, 2)
     plain, forked = list(loader(train, sampler, 0)), list(loader(train, sampler, 1))
     assert len(plain) == len(forked) == 6
     for one, other, indices in zip(plain, forked, sampler, strict=True):
         assert torch.equal(one.tokens, torch.stack([train[i]["tokens"] for i in indices]))
-        for name in vars(one):
-            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        for name, tensor in vars(one).items():
+            again = getattr(other, name)
+            assert torch.equal(tensor, again) if tensor is not None else again is None, name

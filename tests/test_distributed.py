@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,8 +18,8 @@ STAGES = ("zero0", "zero1", "zero2", "zero3")
 
 
 @lru_cache
-def reference(embedding: str) -> dict[str, Any]:
-    return single_process_run(Case(embedding=embedding))
+def reference(embedding: str, documents: bool = False) -> dict[str, Any]:
+    return single_process_run(Case(embedding=embedding, documents=documents))
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -37,7 +38,7 @@ def unsharded(results: list[dict[str, Any]], key: str) -> dict[str, Tensor]:
 
 
 def check(results: list[dict[str, Any]], case: Case) -> None:
-    expected = reference(case.embedding)
+    expected = reference(case.embedding, case.documents)
     for rank in results:
         assert rank["losses"] == pytest.approx(expected["losses"], rel=TOLERANCE)
         if case.zero != "zero0":  # DeepSpeed computes no norm for an unwrapped fp32 optimizer
@@ -104,6 +105,21 @@ def test_recomputation_changes_nothing(two_ranks, recompute, zero):
 def test_compiled_layers_equal_one_process(two_ranks, zero, sequence_parallel, recompute):
     case = Case(tp=2, zero=zero, sequence_parallel=sequence_parallel, recompute=recompute, compile=True)
     check(two_ranks.run(deepspeed_run, case), case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tp=1, zero="zero1", accumulation=4),
+        Case(tp=2, zero="zero2", sequence_parallel=True, recompute="full"),
+        Case(tp=2, zero="zero3", sequence_parallel=True, recompute="selective"),
+        pytest.param(Case(tp=2, zero="zero2", compile=True), marks=pytest.mark.slow),
+    ],
+)
+def test_documents_of_a_sample_equal_documents_alone(two_ranks, case):
+    case = replace(case, documents=True)
+    check(two_ranks.run(deepspeed_run, case), case)
+    assert reference("leviathan", True)["losses"] != pytest.approx(reference("leviathan")["losses"], rel=1e-5)
 
 
 @pytest.mark.parametrize("zero", ["zero2_offload", "zero3_offload"])

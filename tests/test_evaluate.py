@@ -33,7 +33,8 @@ def test_equals_a_plain_computation(tmp_path):
     model = LanguageModel(config, ParallelConfig())
     initialize_weights(model, config, seed=1)
     data = DataConfig(prefixes=(str(tmp_path / "text"),), sequence_length=64, validation_fraction=0.3)
-    _, validation = build_datasets(data, check_data(data), 8)
+    _, domains = build_datasets(data, check_data(data), 8)
+    (validation,) = domains.values()
     batches = validation_batches(10, len(validation), micro_batch_size=4)
     found = evaluate(model, loader(validation, batches, 0), token_bytes(tokenizer, 600), topology.device())
     assert model.training

@@ -24,7 +24,7 @@ from leviathan_ds.model.embedding import DistinctIds, GeneratorEmbedding
 from leviathan_ds.model.generator import SplineGenerator, reference_separable_product
 from leviathan_ds.model.initialization import initialize_weights
 from leviathan_ds.model.language_model import LanguageModel
-from leviathan_ds.model.layers import CausalCoreAttention, RMSNorm, transformer_config
+from leviathan_ds.model.layers import CausalCoreAttention, RMSNorm, document_mask, transformer_config
 from leviathan_ds.model.loss import vocab_parallel_linear_cross_entropy
 from leviathan_ds.training.step import mean_loss
 
@@ -165,6 +165,26 @@ def test_attention(device, dtype, groups):
     future = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
     expected = scores.masked_fill(future, -torch.inf).softmax(-1) @ value
     found = CausalCoreAttention(transformer_config(MODEL, ParallelConfig()))(*inputs, attention_mask=None)
+    compare(found, expected.permute(2, 0, 1, 3).flatten(2), inputs, exact, dtype)
+
+
+@precisions
+@pytest.mark.parametrize("groups", [8, 2])
+def test_attention_within_documents(device, dtype, groups):
+    """Flash attention over packed documents in half precision, a mask in float32."""
+    length, batch, heads, size = 48, 2, 8, 64
+    shapes = ((length, batch, heads, size), *[(length, batch, groups, size)] * 2)
+    inputs = [random(*shape, device=device, dtype=dtype, seed=index) for index, shape in enumerate(shapes)]
+    exact = double(*inputs)
+    query, key, value = (x.repeat_interleave(heads // x.shape[2], 2).permute(1, 2, 0, 3) for x in exact)
+    scores = query @ key.transpose(-1, -2) / size**0.5
+    bounds = torch.tensor([0, 5, 48, 78, 96], dtype=torch.int32, device=device)
+    documents = torch.repeat_interleave(torch.arange(4, device=device), bounds.diff()).view(batch, 1, length)
+    hidden = ~(documents[..., None] == documents[..., None, :]).tril()
+    expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+    mask = document_mask(bounds, torch.Size((batch, length)), dtype, size)
+    assert (mask.dtype is torch.bool) == (dtype is torch.float32)
+    found = CausalCoreAttention(transformer_config(MODEL, ParallelConfig()))(*inputs, attention_mask=mask)
     compare(found, expected.permute(2, 0, 1, 3).flatten(2), inputs, exact, dtype)
 
 

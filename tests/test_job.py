@@ -21,6 +21,7 @@ from data_prep.manifest import load_manifest
 from launchers import pretrain
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
+from leviathan_ds.data import index
 from leviathan_ds.training import job, loop
 
 ROOT = Path(__file__).parents[1]
@@ -118,7 +119,22 @@ MISTAKES: dict[str, tuple[Callable[[Case], Any], int, list[str]]] = {
         ["tensor_model_parallel_size = 2", "ranks, 3"],
     ),
     "no prefixes": (lambda c: c.options.append("--data.prefixes=[]"), 1, ["data.prefixes is empty"]),
-    "no dataset": (lambda c: bin_path(c.prefix).unlink(), 1, ["tiny.bin", "no such file"]),
+    "no blend file": (
+        lambda c: c.options.extend(["--data.prefixes=[]", "--data.blend=no.yaml"]),
+        1,
+        ["no.yaml", "No such file", "--split_by"],
+    ),
+    "no validation dataset": (
+        lambda c: c.options.append("--data.validation_prefixes=[no]"),
+        1,
+        ["data.validation_prefixes", "no.idx"],
+    ),
+    "traced step beyond the end": (
+        lambda c: c.options.append("--run.profile_steps=[5]"),
+        1,
+        ["run.profile_steps names step 5", "training.train_steps = 4"],
+    ),
+    "no dataset": (lambda c: bin_path(c.prefix).unlink(), 1, ["data.prefixes", "tiny.bin", "no such file"]),
     "truncated bin": (lambda c: truncate(bin_path(c.prefix)), 1, ["tiny.bin: has"]),
     "truncated idx": (lambda c: truncate(idx_path(c.prefix)), 1, ["tiny.idx: has"]),
     "other tokenizer": (
@@ -439,7 +455,7 @@ def test_a_lock_and_an_index_cache_that_find_no_room_are_one_line(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(job, "build_datasets", full)
+    monkeypatch.setattr(index, "_build_aside", full)
     with pytest.raises(UserError, match=r"tiny.index_cache cannot be written or read: .*No space left"):
         pretrain.main(case.arguments)
 

@@ -1,6 +1,6 @@
 """Batches from datasets: stacked, with the distinct ids found on the CPU, prefetched by loader processes.
 
-b micro-batch, s sequence length, m distinct ids.
+b micro-batch, s sequence length, m distinct ids, bounds = documents in the batch + 1.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ class Batch:
     loss_mask: Float[Tensor, "b s"]
     distinct_ids: Int[Tensor, " m"]
     inverse: Int[Tensor, "b s"]
+    cu_seqlens: Int[Tensor, " bounds"] | None = None
+    """Where documents begin in the flattened tokens, and their end; int32. None: attention over whole samples."""
 
     def _map(self, function: Any) -> Batch:
-        return Batch(*(function(tensor) for tensor in vars(self).values()))
+        tensors = {name: tensor for name, tensor in vars(self).items() if tensor is not None}
+        return Batch(**{name: function(tensor) for name, tensor in tensors.items()})
 
     def to(self, device: torch.device) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -40,12 +43,23 @@ class Batch:
 
 
 def collate(samples: list[dict[str, Any]]) -> Batch:
-    """Stack GPTDataset's samples and find the batch's distinct ids."""
+    """Stack GPTDataset's samples, find the batch's distinct ids and where their positions begin anew."""
     tokens, labels, mask = (
         torch.stack([sample[key] for sample in samples]) for key in ("tokens", "labels", "loss_mask")
     )
     distinct_ids, inverse = torch.unique(tokens, return_inverse=True)
-    return Batch(tokens, labels, mask, distinct_ids, inverse)
+    return Batch(tokens, labels, mask, distinct_ids, inverse, _cu_seqlens(samples))
+
+
+def _cu_seqlens(samples: list[dict[str, Any]]) -> Tensor | None:
+    """Of data.reset_attention_mask: the positions of GPTDataset's samples begin anew after an end-of-document."""
+    if "position_ids" not in samples[0]:
+        return None
+    positions = torch.cat([sample["position_ids"] for sample in samples])
+    starts = (positions == 0).nonzero().flatten()
+    if len(starts) == len(samples):  # each sample is one document, or attention is not restricted to documents
+        return None
+    return torch.cat([starts, torch.tensor([len(positions)])]).int()
 
 
 def loader(dataset: Any, sampler: GlobalBatchSampler | list[list[int]], num_workers: int) -> DataLoader:

@@ -180,6 +180,17 @@ def _value_that_counts(node: NodeFacts, name: str) -> str:
     return "set" if environment.may_differ(name) else node.variables[name]
 
 
+# Where the data lie may differ; what they are has its own row.
+_OF_THE_DATA = {
+    "data.prefixes",
+    "data.validation_prefixes",
+    "data.blend",
+    "data.index_cache",
+    "data.tokenizer_fingerprint",
+    "model.vocab_size",
+}
+
+
 def check_recipe(nodes: Sequence[NodeFacts]) -> Finding:
     """All nodes read one recipe and one DeepSpeed configuration; only where the data lie may differ."""
     first = nodes[0]
@@ -187,8 +198,7 @@ def check_recipe(nodes: Sequence[NodeFacts]) -> Finding:
         differing = {
             key: values
             for key, values in recipes.differences(first.plan.recipe, node.plan.recipe).items()
-            # The last two are the data's, which have their own row.
-            if key not in {"data.prefixes", "data.tokenizer_fingerprint", "model.vocab_size"}
+            if key not in _OF_THE_DATA
         }
         if differing:
             key, (here, there) = next(iter(differing.items()))
@@ -233,11 +243,16 @@ def check_data(nodes: Sequence[NodeFacts]) -> Finding:
         return Finding("data", "failed", "not readable", problem)
     first = nodes[0]
     found = f"{_count(len(first.plan.fingerprints), 'dataset')}, fingerprint {_short(first)}"
-    told = _differing(nodes, lambda node: f"{_short(node)} ({', '.join(node.plan.recipe.data.prefixes)})")
+    told = _differing(nodes, lambda node: f"{_short(node)} ({_data_of(node)})")
     if _differing(nodes, lambda node: str(node.plan.fingerprints)):
         sentence = f"nodes hold different datasets: {told}. Copy {first.name}'s to the others (all four files)"
         return Finding("data", "failed", found, sentence)
     return Finding("data", "ok", found)
+
+
+def _data_of(node: NodeFacts) -> str:
+    data = node.plan.recipe.data
+    return data.blend or ", ".join(data.prefixes)
 
 
 def _short(node: NodeFacts) -> str:

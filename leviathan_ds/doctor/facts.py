@@ -53,8 +53,8 @@ def plan(recipe: Recipe, ds_config_path: Path, run_dir: Path, world_size: int) -
         problems["batch"] = str(error)
     try:
         data = check_data(recipe.data)
-        for prefix in data.prefixes:
-            with Path(f"{prefix}.bin").open("rb") as file:  # its size was looked at, not whether it may be read
+        for part in (*data.train, *data.validation):
+            with Path(f"{part.prefix}.bin").open("rb") as file:  # its size was looked at, not its permission
                 file.read(1)
         fingerprints = tuple(data.fingerprints)
         recipe = recipe.with_vocabulary(data.vocab_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from data_prep.files import bin_path
 from data_prep.indexed import IndexedReader
 from data_prep.sample import sample_corpus_path
 from data_prep.sources import iter_documents
+from leviathan_ds.data.dataset import training_prefixes
 from leviathan_ds.model.embedding import GeneratorEmbedding
 from leviathan_ds.model.language_model import LanguageModel
 from leviathan_ds.parallel import topology
@@ -42,7 +44,10 @@ def real_text(trained: TrainedModel, text: Path | None) -> Iterator[str]:
         if not content.strip():
             raise UserError(f"--text {text}: holds no text")
         return iter([content])
-    for prefix in trained.recipe.data.prefixes:
+    prefixes: tuple[Path, ...] = ()
+    with suppress(UserError):  # the blend file has moved
+        prefixes = training_prefixes(trained.recipe.data)
+    for prefix in prefixes:
         if bin_path(prefix).is_file():
             return (trained.tokenizer.decode(ids.tolist()) for ids in IndexedReader(prefix))
     return (document.text for document in iter_documents([sample_corpus_path()]))

@@ -1,6 +1,7 @@
 """Embedding, megatron-core's transformer block, vocabulary-parallel head.
 
-s sequence, b batch, D hidden size, V true vocabulary, p padded vocabulary rows on this rank.
+s sequence, b batch, bounds = documents in the batch + 1, D hidden size, V true vocabulary, p padded vocabulary
+rows on this rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from leviathan_ds.config import ModelConfig, ParallelConfig, Recompute
 from leviathan_ds.model.embedding import DistinctIds, GeneratorEmbedding, TableEmbedding
-from leviathan_ds.model.layers import block_spec, transformer_config
+from leviathan_ds.model.layers import block_spec, document_mask, transformer_config
 from leviathan_ds.model.loss import vocab_parallel_linear_cross_entropy
 
 
@@ -107,10 +108,19 @@ class LanguageModel(nn.Module):
         labels: Int[Tensor, "b s"] | None = None,
         loss_mask: Float[Tensor, "b s"] | None = None,
         distinct: DistinctIds | None = None,
+        cu_seqlens: Int[Tensor, " bounds"] | None = None,
     ) -> Tensor:
-        """Loss summed with loss_mask as weights (float32 scalar), or without labels the logits [b, s, V]."""
+        """Loss summed with loss_mask as weights (float32 scalar), or without labels the logits [b, s, V].
+
+        Args:
+            cu_seqlens: as in `Batch`, where attention stays within documents. Positions need not begin anew
+                there: rotary attention depends on differences of positions alone.
+        """
         hidden = self.embedding(tokens, distinct)
+        mask = None
+        if cu_seqlens is not None:
+            mask = document_mask(cu_seqlens, tokens.shape, hidden.dtype, self.model_config.head_size)
         hidden = self.decoder(
-            hidden_states=hidden, attention_mask=None, rotary_pos_emb=self.rotary(tokens.shape[1])
+            hidden_states=hidden, attention_mask=mask, rotary_pos_emb=self.rotary(tokens.shape[1])
         )
         return self.output_layer(hidden, labels, loss_mask)

@@ -7,10 +7,11 @@ s sequence, b batch, n attention heads of this rank, g query groups of this rank
 # pyright: reportArgumentType=false, reportReturnType=false
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -25,6 +26,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from leviathan_ds.config import ModelConfig, ParallelConfig, Recompute
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # before torch 2.10
+    varlen_attn: Any = None
+_PACKS_DOCUMENTS = varlen_attn is not None and "enable_gqa" in signature(varlen_attn).parameters
 
 
 def transformer_config(model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
@@ -70,8 +77,32 @@ class RMSNorm(nn.Module):
         return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+def document_mask(
+    cu_seqlens: Int[Tensor, " bounds"], shape: torch.Size, dtype: torch.dtype, head_size: int
+) -> Int[Tensor, " bounds"] | Bool[Tensor, "b 1 s s"]:
+    """What `CausalCoreAttention` takes as its mask so that no token sees another document's.
+
+    The bounds themselves where flash attention can use them, on a GPU in half precision: linear in memory. Else
+    the mask that they stand for, b·s² bytes. Nothing is read back to the host.
+
+    Args:
+        cu_seqlens: bounds of the documents in the flattened batch; every sample begins with one.
+        shape: (b, s); dtype: of the activations.
+    """
+    suits_flash = dtype in (torch.bfloat16, torch.float16) and head_size % 8 == 0 and head_size <= 256
+    if _PACKS_DOCUMENTS and cu_seqlens.is_cuda and suits_flash:
+        return cu_seqlens
+    batch, length = shape
+    places = torch.arange(batch * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    documents = torch.searchsorted(cu_seqlens, places, right=True).view(batch, 1, length)
+    return (documents[..., None] == documents[..., None, :]).tril()
+
+
 class CausalCoreAttention(nn.Module):
-    """Causal attention through torch's scaled_dot_product_attention (flash on GPU), grouped queries included."""
+    """Causal attention through torch's scaled_dot_product_attention (flash on GPU), grouped queries included.
+
+    With bounds of documents for a mask it is torch's varlen_attn, flash attention over packed sequences.
+    """
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
         super().__init__()
@@ -81,14 +112,44 @@ class CausalCoreAttention(nn.Module):
         query: Float[Tensor, "s b n c"],
         key: Float[Tensor, "s b g c"],
         value: Float[Tensor, "s b g c"],
-        attention_mask: None,
+        attention_mask: Bool[Tensor, "b 1 s s"] | Int[Tensor, " bounds"] | None,
         **_: Any,
     ) -> Float[Tensor, "s b n*c"]:
+        """attention_mask: of `document_mask`, None for attention over whole samples."""
+        if attention_mask is not None and attention_mask.dtype is not torch.bool:
+            return _packed_attention(query, key, value, attention_mask)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         context = nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            is_causal=attention_mask is None,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         return context.permute(2, 0, 1, 3).flatten(2)
+
+
+def _packed_attention(
+    query: Float[Tensor, "s b n c"],
+    key: Float[Tensor, "s b g c"],
+    value: Float[Tensor, "s b g c"],
+    cu_seqlens: Int[Tensor, " bounds"],
+) -> Float[Tensor, "s b n*c"]:
+    length, batch = query.shape[:2]
+    query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+    context = varlen_attn(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        length,  # no document is longer; the longest one's length would have to come from the host
+        length,
+        window_size=(-1, 0),  # causal
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return context.unflatten(0, (batch, length)).transpose(0, 1).flatten(2)  # pyright: ignore
 
 
 class RecomputedMLP(MLP):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,10 +61,17 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> Int[Tensor, " V"]:
 def evaluate(
     model: nn.Module, batches: Iterable[Batch], bytes_of_token: Tensor, device: torch.device
 ) -> Evaluation:
-    """Evaluate over all data-parallel ranks' batches. Collective; leaves the model's mode as it was.
+    """Evaluate over all data-parallel ranks' batches, as `evaluate_domains` does."""
+    return evaluate_domains(model, {"": batches}, bytes_of_token, device)[""]
+
+
+def evaluate_domains(
+    model: nn.Module, domains: Mapping[str, Iterable[Batch]], bytes_of_token: Tensor, device: torch.device
+) -> dict[str, Evaluation]:
+    """Evaluate over all data-parallel ranks' batches of each domain. Collective; the model's mode stays.
 
     The generator's table is computed once and looked up: any validation that says something has more tokens than
-    the vocabulary has ids.
+    the vocabulary has ids. The domains' sums are reduced, and read back to the host, together.
 
     Args:
         model: the language model or the engine around it.
@@ -75,20 +82,32 @@ def evaluate(
     embedding = model.embedding
     if isinstance(embedding, GeneratorEmbedding):
         embedding.cache_table()
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # nats, tokens, bytes
+    totals = torch.zeros(len(domains), 3, dtype=torch.float64, device=device)  # nats, tokens, bytes
     bytes_of_token = bytes_of_token.to(device)
     with torch.no_grad():
-        for cpu_batch in batches:
-            batch = cpu_batch.to(device)
-            nats = model(batch.tokens, batch.labels, batch.loss_mask)
-            counted = (bytes_of_token[batch.labels] * batch.loss_mask).sum()
-            totals += torch.stack([nats.double(), batch.loss_mask.sum().double(), counted.double()])
+        for total, batches in zip(totals, domains.values(), strict=True):
+            for cpu_batch in batches:
+                batch = cpu_batch.to(device)
+                nats = model(batch.tokens, batch.labels, batch.loss_mask, cu_seqlens=batch.cu_seqlens)
+                counted = (bytes_of_token[batch.labels] * batch.loss_mask).sum()
+                total += torch.stack([nats.double(), batch.loss_mask.sum().double(), counted.double()])
     dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
     model.train(was_training)
-    nats, tokens, num_bytes = totals.tolist()
+    return {name: _evaluation(*total) for name, total in zip(domains, totals.tolist(), strict=True)}
+
+
+def blended(evaluations: Sequence[Evaluation], shares: Sequence[float]) -> Evaluation:
+    """What tokens cost that are drawn from the domains by the shares (their sum is 1); counts are of all domains."""
+    loss = sum(each.loss * share for each, share in zip(evaluations, shares, strict=True))
+    lengths = [each.bytes / each.tokens for each in evaluations]
+    bytes_per_token = sum(length * share for length, share in zip(lengths, shares, strict=True))
     return Evaluation(
-        loss=nats / tokens,
-        bits_per_byte=nats / math.log(2) / max(1.0, num_bytes),
-        tokens=int(tokens),
-        bytes=int(num_bytes),
+        loss,
+        loss / math.log(2) / max(1e-9, bytes_per_token),
+        sum(each.tokens for each in evaluations),
+        sum(each.bytes for each in evaluations),
     )
+
+
+def _evaluation(nats: float, tokens: float, num_bytes: float) -> Evaluation:
+    return Evaluation(nats / tokens, nats / math.log(2) / max(1.0, num_bytes), int(tokens), int(num_bytes))

@@ -21,7 +21,7 @@ from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.config import Recipe
 from leviathan_ds.data.dataset import CheckedData, build_datasets, check_data
-from leviathan_ds.parallel import ds_config, hostfile, launch
+from leviathan_ds.parallel import ds_config, hostfile
 
 # Differences between a run's first recipe and today's that change neither weights (faults.*: after a healthy
 # step) nor sample order.
@@ -30,6 +30,9 @@ _MAY_DIFFER = (
     "faults.",
     "data.num_workers",
     "data.prefixes",
+    "data.validation_prefixes",
+    "data.blend",
+    "data.index_cache",
     "parallel.",
     "training.micro_batch_size",
     "training.recompute",
@@ -56,7 +59,7 @@ class Job:
     run_dir: Path
     data: CheckedData
     train_dataset: Any
-    validation_dataset: Any
+    validation_datasets: dict[str, Any]  # by domain
     resume_from: Path | None
     layout: dict[str, Any]  # what DeepSpeed's checkpoint files are tied to
     changes: tuple[str, ...] = ()  # keys of the run's recipe that are others from here on, with both values
@@ -107,25 +110,26 @@ def prepare(recipe: Recipe, ds_config_path: Path, run_dir: Path, world_size: int
     Raises UserError, one line that names the file or key and the way out.
     """
     filled = check_configuration(recipe, ds_config_path, world_size)
-    samples = recipe.training.train_steps * recipe.training.global_batch_size
-    if samples * _INDEX_BYTES_PER_SAMPLE > psutil.virtual_memory().total:
-        raise UserError(
-            f"training.train_steps × training.global_batch_size = {samples:,} samples: their index alone does not "
-            "fit into this machine's memory; lower one of them"
-        )
+    samples = num_train_samples(recipe)
     data = check_data(recipe.data)
     recipe = _resolved(recipe, data)
     changes = check_run_dir(run_dir, recipe)
     layout = _layout(recipe, filled, world_size)
     resume_from = next(reversed(run_directory.complete_checkpoints(run_dir)), None)
     _check_suits(resume_from, data, layout)
-    cache = data.prefixes[0].with_name(data.prefixes[0].name + ".index_cache")
-    try:
-        with launch.locked(cache / "build.lock"):
-            train, validation = build_datasets(recipe.data, data, samples)
-    except OSError as error:
-        raise UserError(f"the index cache {cache} cannot be written or read: {error}; make room there") from None
+    train, validation = build_datasets(recipe.data, data, samples)
     return Job(recipe, filled, run_dir, data, train, validation, resume_from, layout, changes)
+
+
+def num_train_samples(recipe: Recipe) -> int:
+    """Of all steps. Raises UserError when this machine could not build their index."""
+    samples = recipe.training.train_steps * recipe.training.global_batch_size
+    if samples * _INDEX_BYTES_PER_SAMPLE > psutil.virtual_memory().total:
+        raise UserError(
+            f"training.train_steps × training.global_batch_size = {samples:,} samples: their index alone does not "
+            "fit into this machine's memory; lower one of them"
+        )
+    return samples
 
 
 def _resolved(recipe: Recipe, data: CheckedData) -> Recipe:
@@ -211,8 +215,9 @@ def _check_same_data(checkpoint: Path, data: CheckedData) -> None:
     written = run_directory.read_state(checkpoint).data_fingerprints
     if written != data.fingerprints:
         raise UserError(
-            f"{checkpoint} was trained on other data: the content of {', '.join(map(str, data.prefixes))} has "
-            "changed since; take another --run_dir, or the old datasets to resume"
+            f"{checkpoint} was trained on other data: the content of {', '.join(map(str, data.prefixes))}, that "
+            "of the validation, or the weights of data.blend have changed since; take another --run_dir, or the "
+            "old datasets to resume"
         )
 
 

@@ -12,6 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from data_prep.tokenizers import load_tokenizer
 from leviathan_ds import accounting, run_directory
 from leviathan_ds.config import Recipe
+from leviathan_ds.data.index import shares
 from leviathan_ds.data.loader import loader
 from leviathan_ds.data.sampler import GlobalBatchSampler
 from leviathan_ds.doctor import examination, facts
@@ -23,7 +24,7 @@ from leviathan_ds.parallel.agreement import of_all_ranks, on_rank_0
 from leviathan_ds.parallel.gradients import component_norms
 from leviathan_ds.parallel.watchdog import Watchdog
 from leviathan_ds.training import checkpoint
-from leviathan_ds.training.evaluate import Evaluation, evaluate, token_bytes, validation_batches
+from leviathan_ds.training.evaluate import Evaluation, blended, evaluate_domains, token_bytes, validation_batches
 from leviathan_ds.training.faults import StepGuard
 from leviathan_ds.training.generator_health import generator_health
 from leviathan_ds.training.job import Job, going_on_from, write_run_dir
@@ -265,18 +266,26 @@ def _utilization(recipe: Recipe) -> Callable[[float], float | None]:
 
 
 def _validator(job: Job, engine: DeepSpeedEngine, metrics: Metrics) -> Any:
-    dataset = job.validation_dataset
-    indices = validation_batches(job.recipe.run.eval_samples, len(dataset), job.recipe.training.micro_batch_size)
+    datasets = job.validation_datasets
+    wanted = max(1, job.recipe.run.eval_samples // len(datasets))  # of each, whatever its share
+    indices = {
+        name: validation_batches(wanted, len(dataset), job.recipe.training.micro_batch_size)
+        for name, dataset in datasets.items()
+    }
     lengths = token_bytes(load_tokenizer(job.data.tokenizer_path), job.recipe.model.vocabulary)
 
     def validate(step: int) -> Evaluation:
-        result = evaluate(engine, loader(dataset, indices, num_workers=0), lengths, topology.device())
+        batches = {name: loader(dataset, indices[name], num_workers=0) for name, dataset in datasets.items()}
+        domains = evaluate_domains(engine, batches, lengths, topology.device())
+        result = blended(list(domains.values()), shares(job.data.validation))
         values = {
             "val_loss": result.loss,
             "val_perplexity": result.perplexity,
             "bits_per_byte": result.bits_per_byte,
         }
         metrics.evaluation(step, values)
+        if len(domains) > 1:
+            metrics.evaluation(step, {f"val_loss/{name}": domain.loss for name, domain in domains.items()})
         if health := generator_health(engine):
             metrics.evaluation(step, health)
         return result

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from leviathan_ds import run_directory, software
+from leviathan_ds.data.index import shares
 from leviathan_ds.parallel import topology
 from leviathan_ds.training.job import Job
 
@@ -37,6 +38,7 @@ def describe_start(job: Job) -> dict[str, Any]:
         "device": topology.device_name(),
         "world_size": topology.world_size(),
         "layout": job.layout,
+        "micro_batch_size": job.recipe.training.micro_batch_size,
         "git": software.commit(),
         "platform": platform.platform(),
         "cuda": torch.version.cuda,
@@ -49,14 +51,12 @@ def _data_mix(job: Job) -> list[dict[str, Any]]:
     """Each dataset with its share of the samples and the counts of its domains."""
     return [
         {
-            "prefix": str(prefix),
+            "prefix": str(part.prefix),
             "share": share,
-            "fingerprint": manifest.fingerprint,
-            "documents": manifest.documents,
-            "tokens": manifest.tokens,
-            "domains": {name: dataclasses.asdict(counts) for name, counts in manifest.domains.items()},
+            "fingerprint": part.manifest.fingerprint,
+            "documents": part.manifest.documents,
+            "tokens": part.manifest.tokens,
+            "domains": {name: dataclasses.asdict(counts) for name, counts in part.manifest.domains.items()},
         }
-        for prefix, share, manifest in zip(
-            job.data.prefixes, job.data.shares(job.recipe.data), job.data.manifests, strict=True
-        )
+        for part, share in zip(job.data.train, shares(job.data.train), strict=True)
     ]

@@ -19,7 +19,7 @@ def mean_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
     distinct = DistinctIds(batch.distinct_ids, batch.inverse)
     # Divided before the head forms its gradient: there the factor acts in float32.
     weights = batch.loss_mask / batch.loss_mask.sum().clamp(min=1)
-    return model(batch.tokens, batch.labels, weights, distinct)
+    return model(batch.tokens, batch.labels, weights, distinct, batch.cu_seqlens)
 
 
 def train_step(
