@@ -36,6 +36,17 @@ def verify(prefix: Path | str, report: Callable[[str], None] = lambda line: None
         report(f"{path}: {recorded.bytes:,} bytes, sha256 as recorded")
     _check_tokenizer(manifest, prefix)
     report(f"{dataset_tokenizer_path(prefix)}: is the recorded tokenizer")
+    check_content(manifest, reader, prefix, report)
+    return manifest
+
+
+def check_content(
+    manifest: Manifest,
+    reader: IndexedReader,
+    prefix: Path | str,
+    report: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Check what the .idx and the .bin hold, read through. Raises UserError as `verify` does."""
     _check_index(manifest, reader, idx_path(prefix))
     report(f"{idx_path(prefix)}: {manifest.documents:,} documents, lengths sum to {manifest.tokens:,} tokens")
     _check_tokens(manifest, reader, bin_path(prefix))
@@ -43,7 +54,6 @@ def verify(prefix: Path | str, report: Callable[[str], None] = lambda line: None
         f"{bin_path(prefix)}: ids below {manifest.tokenizer.vocab_size:,}, "
         f"one end-of-document ({manifest.tokenizer.eod_id}) at the end of each document"
     )
-    return manifest
 
 
 def _check_manifest(manifest: Manifest, prefix: Path | str) -> None:
@@ -66,7 +76,8 @@ def _check_manifest(manifest: Manifest, prefix: Path | str) -> None:
     expected = tuple(make(prefix).name for make in (bin_path, idx_path, dataset_tokenizer_path))
     if names != expected:
         raise UserError(f"{path}: describes {', '.join(names)}, not the files beside it; was it renamed?")
-    if manifest.dtype != token_dtype(tokenizer.vocab_size).name:
+    # Megatron's tools may have written a small vocabulary as int32 (data_prep.adopt).
+    if manifest.dtype not in ("int32", token_dtype(tokenizer.vocab_size).name):
         raise UserError(f"{path}: dtype {manifest.dtype} does not suit {tokenizer.vocab_size} ids")
 
 

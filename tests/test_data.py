@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from data_prep.adopt import adopt
 from data_prep.errors import UserError
 from data_prep.files import bin_path, idx_path
 from data_prep.indexed import IndexedReader
@@ -332,6 +334,21 @@ def test_empty_split_says_what_to_change(corpus: Path) -> None:
         build(configure(corpus, validation_fraction=0.999999))
     with pytest.raises(UserError, match=r"too few for one sample of 10000000"):
         build(configure(corpus, sequence_length=10_000_000))
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_samples_of_a_dataset_that_megatrons_builder_wrote(
+    corpus: Path, corpus_tokenizer: Path, tmp_path: Path, dtype: type
+) -> None:
+    prefix = tmp_path / "theirs"
+    builder = IndexedDatasetBuilder(str(bin_path(prefix)), dtype=dtype)
+    for document in IndexedReader(corpus):
+        builder.add_document(torch.from_numpy(document.astype(np.int64)), [len(document)])
+    builder.finalize(str(idx_path(prefix)))
+    adopt(prefix, corpus_tokenizer)
+    ours, theirs = (build(configure(each, seed=11)) for each in (corpus, prefix))
+    for one, other in zip(ours, theirs, strict=True):
+        assert np.array_equal(rows(one), rows(other))
 
 
 # ---- what is refused ----

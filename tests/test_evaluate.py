@@ -18,7 +18,7 @@ from leviathan_ds.data.loader import loader
 from leviathan_ds.model.initialization import initialize_weights
 from leviathan_ds.model.language_model import LanguageModel
 from leviathan_ds.parallel import topology
-from leviathan_ds.training.evaluate import evaluate, token_bytes, validation_batches
+from leviathan_ds.training.evaluate import Evaluation, blended, evaluate, token_bytes, validation_batches
 
 TEXT = Path(__file__).parent / "data_prep" / "minipile_tiny.jsonl"
 
@@ -65,3 +65,13 @@ def test_two_ranks_share_the_samples_and_sum_their_scores(two_ranks):
         assert (found.tokens, found.bytes) == (alone.tokens, alone.bytes)
         assert found.loss == pytest.approx(alone.loss, rel=1e-6)
         assert found.bits_per_byte == pytest.approx(alone.bits_per_byte, rel=1e-6)
+
+
+def test_blended_scores_are_those_of_tokens_drawn_by_the_shares():
+    """Equally many samples were scored of both; three tokens of four shall count from the first domain."""
+    one = Evaluation(loss=2.0, bits_per_byte=2.0 / math.log(2) / 4, tokens=100, bytes=400)
+    two = Evaluation(loss=6.0, bits_per_byte=6.0 / math.log(2) / 2, tokens=100, bytes=200)
+    found = blended([one, two], [0.75, 0.25])
+    assert found.loss == pytest.approx((300 * 2.0 + 100 * 6.0) / 400)
+    assert found.bits_per_byte == pytest.approx((300 * 2.0 + 100 * 6.0) / math.log(2) / (300 * 4 + 100 * 2))
+    assert (found.tokens, found.bytes) == (200, 600)

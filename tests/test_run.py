@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from distributed_cases import Case
 from run_cases import NAN_STEPS, whole_run
 
+from launchers import audit
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.training.schedule import learning_rate
@@ -119,6 +122,39 @@ def test_a_start_on_a_full_disk_is_one_line_on_all_ranks(two_ranks, recipe, smal
     assert first["error"] == second["error"]
     assert first["error"].startswith(f"{run_dir} cannot be written; make room and start the same command again: ")
     assert os.strerror(28) in first["error"] and "\n" not in first["error"]
+
+
+# ---- blends ----
+
+
+def test_a_blend_with_attention_within_documents_is_validated_by_domain(
+    two_ranks, recipe: Path, corpus_copy: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Resumed with other weights it is refused; an audit names the data of both ranks."""
+    corpus_copy("one"), corpus_copy("other")
+    blend, run_dir = tmp_path / "blend.yaml", tmp_path / "run"
+
+    def start(weight: float) -> list[dict[str, Any]]:
+        entries = [{"name": name, "train": f"{name}/tiny", "weight": weight} for name in ("one", "other")]
+        entries[1]["weight"] = 1
+        blend.write_text(yaml.safe_dump({"datasets": entries}))
+        options = ["--data.prefixes=[]", f"--data.blend={blend}", "--data.reset_attention_mask=true"]
+        return two_ranks.run(whole_run, CASE, recipe, run_dir, (*options, "--run.eval_samples=8"))
+
+    assert [rank["code"] for rank in start(3)] == [0, 0]
+    for record in (each for each in records(run_dir, run_directory.METRICS) if "val_loss" in each):
+        (domains,) = (
+            each
+            for each in records(run_dir, run_directory.METRICS)
+            if "val_loss/one" in each and each["step"] == record["step"]
+        )
+        assert domains["val_loss/one"] == domains["val_loss/other"]  # copies of one corpus
+        assert record["val_loss"] == pytest.approx(domains["val_loss/one"], rel=1e-12)
+    assert audit.main([str(run_dir), "--step", "2", "--json"]) == 0
+    pieces = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {(piece["rank"], piece["sample"]) for piece in pieces} == {(0, 4), (0, 5), (1, 6), (1, 7)}
+    for rank in start(2):
+        assert "weights of data.blend have changed" in rank["error"]
 
 
 # ---- which checkpoint, and what of the run's record ----

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import Split
 
@@ -18,8 +19,11 @@ from data_prep.errors import UserError
 from data_prep.files import bin_path, dataset_tokenizer_path, idx_path, manifest_path
 from data_prep.indexed import check_dataset
 from data_prep.manifest import Manifest, load_manifest
-from leviathan_ds.config import DataConfig
+from leviathan_ds.config import DataConfig, Recipe
 from leviathan_ds.data.index import Part, Report, open_blend, open_part
+
+# At least, in megatron-core's GPTDataset: where a sample begins (two int32) and its place in the shuffle (uint32).
+_INDEX_BYTES_PER_SAMPLE = 12
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,17 @@ def training_prefixes(config: DataConfig) -> tuple[Path, ...]:
     if config.blend is not None:
         return tuple(entry.train for entry in load_blend(config.blend).entries)
     return tuple(map(Path, config.prefixes))
+
+
+def num_train_samples(recipe: Recipe) -> int:
+    """Of all steps. Raises UserError when this machine could not build their index."""
+    samples = recipe.training.train_steps * recipe.training.global_batch_size
+    if samples * _INDEX_BYTES_PER_SAMPLE > psutil.virtual_memory().total:
+        raise UserError(
+            f"training.train_steps × training.global_batch_size = {samples:,} samples: their index alone does not "
+            "fit into this machine's memory; lower one of them"
+        )
+    return samples
 
 
 def build_datasets(

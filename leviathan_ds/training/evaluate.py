@@ -97,7 +97,7 @@ def evaluate_domains(
 
 
 def blended(evaluations: Sequence[Evaluation], shares: Sequence[float]) -> Evaluation:
-    """What tokens cost that are drawn from the domains by the shares (their sum is 1); counts are of all domains."""
+    """What tokens cost that are drawn from the domains by shares (their sum is 1); counts are of all domains."""
     loss = sum(each.loss * share for each, share in zip(evaluations, shares, strict=True))
     lengths = [each.bytes / each.tokens for each in evaluations]
     bytes_per_token = sum(length * share for length, share in zip(lengths, shares, strict=True))

@@ -155,7 +155,7 @@ class StepGuard:
         self.consecutive_skips = 0
         self._recent.clear()  # of other weights
         message = f"{row}: back to the weights of {target.name}, and on with the data after step {done}"
-        self._record("rollback", done, message)
+        self._record("rollback", done, message, weights_of_step=run_directory.step_of(target))
         self._metrics.say(message)
         return True
 

@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from data_prep.errors import UserError
 from data_prep.files import partial_path, written_aside
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.config import Recipe
-from leviathan_ds.data.dataset import CheckedData, build_datasets, check_data
+from leviathan_ds.data.dataset import CheckedData, build_datasets, check_data, num_train_samples
 from leviathan_ds.parallel import ds_config, hostfile
 
 # Differences between a run's first recipe and today's that change neither weights (faults.*: after a healthy
@@ -42,9 +40,6 @@ _MAY_DIFFER = (
 # These change the weights; they are said at the start and noted in the run's recipe. The learning rate is a
 # function of the step alone, so a resume may follow another one from there on.
 _MAY_CHANGE = ("training.lr", "training.min_lr")
-
-# At least, in megatron-core's GPTDataset: where a sample begins (two int32) and its place in the shuffle (uint32).
-_INDEX_BYTES_PER_SAMPLE = 12
 
 
 @dataclass(frozen=True)
@@ -119,17 +114,6 @@ def prepare(recipe: Recipe, ds_config_path: Path, run_dir: Path, world_size: int
     _check_suits(resume_from, data, layout)
     train, validation = build_datasets(recipe.data, data, samples)
     return Job(recipe, filled, run_dir, data, train, validation, resume_from, layout, changes)
-
-
-def num_train_samples(recipe: Recipe) -> int:
-    """Of all steps. Raises UserError when this machine could not build their index."""
-    samples = recipe.training.train_steps * recipe.training.global_batch_size
-    if samples * _INDEX_BYTES_PER_SAMPLE > psutil.virtual_memory().total:
-        raise UserError(
-            f"training.train_steps × training.global_batch_size = {samples:,} samples: their index alone does not "
-            "fit into this machine's memory; lower one of them"
-        )
-    return samples
 
 
 def _resolved(recipe: Recipe, data: CheckedData) -> Recipe:

@@ -137,7 +137,7 @@ def test_another_tokenizer_beside_it(dataset_copy: Path):
         ("documents", 36, "documents is 36, its domains sum to 35"),
         ("text_bytes", 1, "text_bytes is 1"),
         ("fingerprint", hashlib.sha256(b"").hexdigest(), "fingerprint does not follow"),
-        ("dtype", "int32", "dtype int32"),
+        ("dtype", "uint8", "dtype uint8 does not suit"),
         ("format_version", 2, "format version 2"),
         ("nonsense", 2, "is broken"),
     ],
