@@ -3,8 +3,8 @@
     python benchmarks/loader.py [--tokens 1000000000] [--samples 2000] [--steps 60]
     python benchmarks/loader.py --blend_samples 100000000    building the index of a blend of 22 datasets
 
-The .bin of the large dataset is sparse: its index and its pages are looked up as those of any other, but no disk turns.
-Targets: a sample in under 1 ms at the median; under 1% of a step with recipes/demo.yaml.
+The .bin of the large dataset is sparse: its index and its pages are looked up as those of any other, but no
+disk turns. Targets: a sample in under 1 ms at the median; under 1% of a step with recipes/demo.yaml.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ VOCAB_SIZE = 50_000
 
 
 def synthetic(prefix: Path, tokens: int) -> Part:
-    """A dataset of documents of exponentially distributed lengths, all ids 0, that takes room for its index only."""
+    """A dataset of documents of exponentially distributed lengths, all ids 0; takes room for its index only."""
     generator = np.random.default_rng(0)
     lengths = (1 + generator.exponential(MEAN_TOKENS, tokens // MEAN_TOKENS)).astype(np.int32)
     dtype = np.dtype("<u2")
@@ -113,8 +113,9 @@ def data_wait(folder: Path, steps: int) -> None:
     os.chdir(ROOT)
     prepare_demo()
     os.chdir(here)
-    command = f"launchers/pretrain.py --ds_config ds_configs/zero2.json --config recipes/demo.yaml --run_dir {folder}/run"
-    options = f"--data.prefixes [{DEMO_PREFIX}] --training.train_steps {steps} --run.eval_samples 8"
+    command = f"launchers/pretrain.py --ds_config ds_configs/zero2.json --run_dir {folder}/run"
+    command += f" --config recipes/demo.yaml --data.prefixes [{DEMO_PREFIX}]"
+    options = f"--training.train_steps {steps} --run.eval_samples 8"
     subprocess.run(
         [sys.executable, *command.split(), *options.split()], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
     )

@@ -125,9 +125,9 @@ MISTAKES: dict[str, tuple[Callable[[Case], Any], int, list[str]]] = {
         ["no.yaml", "No such file", "--split_by"],
     ),
     "no validation dataset": (
-        lambda c: c.options.append("--data.validation_prefixes=[no]"),
+        lambda c: c.options.append("--data.validation_prefixes=[absent]"),
         1,
-        ["data.validation_prefixes", "no.idx"],
+        ["data.validation_prefixes", "absent.idx"],
     ),
     "traced step beyond the end": (
         lambda c: c.options.append("--run.profile_steps=[5]"),
@@ -451,6 +451,8 @@ def test_a_lock_and_an_index_cache_that_find_no_room_are_one_line(
         UserError, match=r"run/lock cannot be written \(Is a directory\); choose another --run_dir"
     ):
         pretrain.main(case.arguments)
+
+    shutil.rmtree(case.prefix.with_name("tiny.index_cache"))
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
