@@ -16,7 +16,7 @@ setup(
     description="Pretrain Leviathan language models with DeepSpeed ZeRO and Megatron-core tensor parallelism",
     python_requires=">=3.11",
     packages=find_packages(include=["leviathan_ds", "leviathan_ds.*", "data_prep", "data_prep.*"]),
-    package_data={"data_prep": ["sample_corpus/*"], "leviathan_ds": ["model/*.c"]},
+    package_data={"data_prep": ["sample_corpus/*"], "leviathan_ds": ["model/*.c", "evaluation/tasks/*"]},
     install_requires=[
         "torch>=2.6,<3",
         "deepspeed>=0.19,<0.20",

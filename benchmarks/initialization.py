@@ -20,10 +20,18 @@ from leviathan_ds.config import DataConfig, GeneratorConfig, ModelConfig, Parall
 from leviathan_ds.data.dataset import build_datasets, check_data
 from leviathan_ds.data.loader import loader
 from leviathan_ds.data.sampler import GlobalBatchSampler
+from leviathan_ds.evaluation.scores import (
+    TokenTable,
+    Uncounted,
+    evaluate,
+    evaluating,
+    total,
+    trainer_losses,
+    validation_batches,
+)
 from leviathan_ds.model.initialization import initialize_weights
 from leviathan_ds.model.language_model import LanguageModel
 from leviathan_ds.parallel import registry, topology
-from leviathan_ds.training.evaluate import evaluate, validation_batches
 from leviathan_ds.training.schedule import learning_rate
 from leviathan_ds.training.step import mean_loss
 
@@ -110,8 +118,12 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.item())
     seconds = time.perf_counter() - start
-    indices = validation_batches(256, len(datasets[1]), BATCH)
-    result = evaluate(model, loader(datasets[1], indices, 0), torch.ones(vocab_size), torch.device("cpu"))
+    count = min(256, len(datasets[1]))
+    held_out = loader(Uncounted(datasets[1], count), validation_batches(count, BATCH), 0)
+    ones = torch.ones(vocab_size, dtype=torch.int64)
+    with evaluating(model):
+        (groups,) = evaluate(trainer_losses(model), {"": held_out}, TokenTable(ones, 0 * ones, 1)).values()
+    result = total(groups)
     third = len(losses) // 3
     smoothed = {f"loss_{i}/3": sum(losses[i * third - 20 : i * third]) / 20 for i in (1, 2, 3)}
     return {"val_loss": result.loss, **smoothed, "seconds": seconds}

@@ -1,75 +1,66 @@
-"""Score a trained model on a dataset: `python launchers/evaluate.py --checkpoint runs/NAME --data data/pile`.
+"""Score a trained model: `python launchers/evaluate.py --checkpoint runs/NAME --data data/pile`.
 
-Loss and perplexity per token and bits per byte of text, over the documents that the recipe holds out of training
-(--split validation, the default), over those that it trains on, or (--split all) over a whole dataset, such as the
-PREFIX.validation of data_prep. Attention stays within documents if it did in training.
+Held-out loss, perplexity and bits per byte of a checkpoint or an export: overall, by dataset, by token frequency;
+with --compare the difference to a second model. --tasks runs tasks of EleutherAI's harness on a checkpoint.
+Under `deepspeed` or torchrun all ranks share the work.
 """
 
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from data_prep.cli import CommandParser, positive_int, run
-
-DOCUMENTS = {"validation": "held_out", "train": "training", "all": "all"}
+from data_prep.errors import UserError
+from leviathan_ds.parallel.launch import LaunchEnvironment, exit_with, quiet_libraries
 
 
 def build_parser() -> CommandParser:
     """The command line's options."""
-    parser = CommandParser("python launchers/evaluate.py", "Score a trained model on an indexed dataset.")
+    parser = CommandParser("python launchers/evaluate.py", "Score a trained model on held-out text and on tasks.")
     add = parser.add_argument
-    add("--checkpoint", type=Path, required=True, help="a run (its last checkpoint) or one of its checkpoints")
-    add("--data", required=True, help="prefix of a dataset of the same tokenizer, without .bin/.idx")
-    add("--split", choices=tuple(DOCUMENTS), default="validation", help="which of its documents")
-    add("--samples", type=positive_int, default=512, help="sequences of the training length, at most")
+    add("--checkpoint", type=Path, required=True, help="a run (its last checkpoint), a checkpoint or an export")
+    add("--compare", type=Path, help="another one, of the same tokenizer: where do the two differ?")
+    add("--data", nargs="+", default=[], help="prefixes of datasets of the same tokenizer, or blend files (.yaml)")
+    splits = ("validation", "test", "train", "all")
+    add("--split", choices=splits, default="validation", help="which documents; all: every one of the dataset")
+    add("--samples", type=positive_int, default=512, help="sequences of the training length per dataset, at most")
     add("--micro_batch_size", type=positive_int, default=8, help="sequences at once")
+    add("--train_data", nargs="+", default=[], help="whose token counts make the deciles; default: the training's")
+    add("--config", type=Path, help="the recipe that says what is held out; default: the checkpoint's own")
+    add("--tasks", type=lambda text: text.split(","), default=[], help="tasks of the harness, a,b,c")
+    add("--include_path", help="a folder with task files of your own")
+    add("--limit", type=positive_int, help="examples of each task, at most")
+    add("--tensor_model_parallel_size", type=positive_int, default=1, help="ranks that share a checkpoint's model")
+    add("--trust_remote_code", action="store_true", help="let an export run the modeling file that it brings")
+    add("--json", type=Path, help="write all figures here")
+    add("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 2 for the user's mistake."""
     options = build_parser().parse_args(arguments)
-    warnings.filterwarnings("ignore")
-    return run(lambda: evaluate(options))
+    if LaunchEnvironment.read().local_rank == 0:
+        return run(lambda: evaluate(options))
+    try:
+        evaluate(options)
+    except UserError as error:
+        exit_with(error)  # the node's first rank has said it
+    return 0
 
 
 def evaluate(options) -> None:
-    """Print the scores."""
-    from dataclasses import replace
-
-    from megatron.core.datasets.utils import Split
-
-    from leviathan_ds.data.dataset import check_data
-    from leviathan_ds.data.index import open_part
-    from leviathan_ds.data.loader import loader
+    """Score; print and write on rank 0."""
+    quiet_libraries()
+    from leviathan_ds.export.evaluate import Evaluation
     from leviathan_ds.parallel import topology
-    from leviathan_ds.trained_model import find_trained_model
-    from leviathan_ds.training import evaluate as evaluation
 
-    trained = find_trained_model(options.checkpoint)
-    config = replace(
-        trained.recipe.data,
-        prefixes=(options.data,),
-        weights=(),
-        blend=None,
-        validation_prefixes=(),
-        tokenizer_fingerprint=trained.tokenizer.fingerprint,
-    )
-    (part,) = check_data(config).train
-    dataset = open_part(config, replace(part, documents=DOCUMENTS[options.split]), None, Split.valid)
-    topology.initialize(1)
-    model = trained.build()
-    indices = evaluation.validation_batches(options.samples, len(dataset), options.micro_batch_size)
-    token_bytes = evaluation.token_bytes(trained.tokenizer, trained.recipe.model.vocabulary)
-    result = evaluation.evaluate(model, loader(dataset, indices, 0), token_bytes, topology.device())
+    evaluation = Evaluation.prepare(options)
+    topology.initialize(options.tensor_model_parallel_size)
+    result = evaluation.run()
+    if topology.rank() == 0:
+        evaluation.publish(result)
     topology.shutdown()
-    print(
-        f"{trained.checkpoint} on {options.data} ({options.split}): "
-        f"{result.tokens:,} tokens, {result.bytes:,} bytes\n"
-        f"loss {result.loss:.4f} nats/token, perplexity {result.perplexity:.2f}, "
-        f"{result.bits_per_byte:.4f} bits/byte"
-    )
 
 
 if __name__ == "__main__":

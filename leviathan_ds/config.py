@@ -349,6 +349,28 @@ class FaultsConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationConfig:
+    """What a validation measures beside the held-out loss (docs/evaluation.md)."""
+
+    deciles: bool = False
+    """The held-out loss by how often the training data hold the token."""
+    tasks: tuple[str, ...] = ()
+    """Of EleutherAI's harness, or of a folder; needs `pip install leviathan_ds[eval]`."""
+    include_path: str | None = None
+    """A folder with task files of your own."""
+    tasks_interval: int | None = None
+    """Steps, a multiple of run.eval_interval; null: at every validation."""
+    tasks_limit: int | None = 200
+    """Examples of each task; null: all."""
+
+    def __post_init__(self) -> None:
+        for name in ("tasks_interval", "tasks_limit"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"evaluation.{name} must be at least 1, or null")
+        _require(all(self.tasks), "evaluation.tasks must be names")
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that defines a run, except DeepSpeed's own JSON and the run directory."""
 
@@ -358,6 +380,7 @@ class Recipe:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     run: RunConfig = field(default_factory=RunConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def __post_init__(self) -> None:
         tp = self.parallel.tensor_model_parallel_size
@@ -381,6 +404,12 @@ class Recipe:
             not beyond,
             f"run.profile_steps names step {max(beyond, default=0)}, beyond training.train_steps = "
             f"{self.training.train_steps}",
+        )
+        interval = self.evaluation.tasks_interval or self.run.eval_interval
+        _require(
+            interval % self.run.eval_interval == 0,
+            f"evaluation.tasks_interval = {interval} must be a multiple of run.eval_interval = "
+            f"{self.run.eval_interval}: tasks run at validations",
         )
 
     def with_vocabulary(self, vocab_size: int) -> Recipe:

@@ -30,10 +30,11 @@ class TrainedModel:
     def build(self) -> LanguageModel:
         """The trainer's own model on this process's device, float32, in evaluation mode.
 
-        Of any checkpoint's parallel layout; needs `topology.initialize(1)`.
+        Of any checkpoint's parallel layout, in the tensor-parallel size of `topology.initialize`.
         """
+        parallel = ParallelConfig(topology.tensor_parallel_size())
         model = LanguageModel(
-            self.recipe.model, ParallelConfig(), loss_chunk_tokens=self.recipe.training.loss_chunk_tokens
+            self.recipe.model, parallel, loss_chunk_tokens=self.recipe.training.loss_chunk_tokens
         )
         load_full_weights(model, self.checkpoint)
         return model.to(topology.device()).eval()

@@ -563,21 +563,24 @@ def refusal_of_load(case: Case, folder: Path) -> str | None:
 
 
 def evaluation_run(data_parallel_size: int, num_samples: int) -> Any:
-    """`evaluate` over random samples, as many passes on every rank as `validation_batches` says."""
+    """`evaluate` over random samples, as many passes on every rank as `validation_batches` says; by 3 groups."""
+    from leviathan_ds.evaluation import scores
     from leviathan_ds.model.initialization import initialize_weights
     from leviathan_ds.model.language_model import LanguageModel
-    from leviathan_ds.training.evaluate import evaluate, validation_batches
 
     topology.initialize(1)
     assert topology.data_parallel_size() == data_parallel_size
     model = LanguageModel(MODEL, ParallelConfig())
     initialize_weights(model, MODEL, seed=1)
     data = samples(steps=2)
-    indices = validation_batches(num_samples, len(data), micro_batch_size=4)
-    bytes_of_token = torch.arange(MODEL.vocabulary) % 7
-    return evaluate(
-        model, [collate([data[i] for i in each]) for each in indices], bytes_of_token, topology.device()
-    )
+    counted = scores.Uncounted(data, num_samples)
+    indices = scores.validation_batches(num_samples, micro_batch_size=4)
+    ids = torch.arange(MODEL.vocabulary)
+    batches = [collate([counted[i] for i in each]) for each in indices]
+    with scores.evaluating(model):
+        return scores.evaluate(
+            scores.trainer_losses(model), {"": batches}, scores.TokenTable(ids % 7, ids % 3, 3)
+        )[""]
 
 
 def logged_run(_: int) -> dict[str, Any]:

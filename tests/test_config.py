@@ -13,6 +13,7 @@ from data_prep.errors import UserError
 from leviathan_ds import config
 from leviathan_ds.config import (
     DataConfig,
+    EvaluationConfig,
     FaultsConfig,
     GeneratorConfig,
     ModelConfig,
@@ -146,6 +147,9 @@ BAD_VALUES: list[tuple[type, dict[str, Any], str]] = [
     (FaultsConfig, {"loss_spike_window": 1}, "faults.loss_spike_window"),
     (FaultsConfig, {"max_consecutive_skips": 0}, "faults.max_consecutive_skips"),
     (FaultsConfig, {"max_rollbacks": -1}, "faults.max_rollbacks"),
+    (EvaluationConfig, {"tasks_interval": 0}, "evaluation.tasks_interval"),
+    (EvaluationConfig, {"tasks_limit": 0}, "evaluation.tasks_limit"),
+    (EvaluationConfig, {"tasks": ("lambada_openai", "")}, "evaluation.tasks"),
 ]
 
 

@@ -241,9 +241,11 @@ def test_export_evaluate_and_generate(recipe, undisturbed, tmp_path):
     assert summary["hf_max_logit_diff"] < 1e-4
     assert summary["final_val_loss"] < summary["initial_val_loss"]
     prefix = yaml.safe_load(recipe.read_text())["data"]["prefixes"][0]
-    output = run_python("evaluate.py", "--checkpoint", str(undisturbed), "--data", prefix, "--samples", "4")
-    loss = float(output.split("loss ")[1].split()[0])
-    assert loss == pytest.approx(summary["final_val_loss"], abs=1e-4)
+    scores = tmp_path / "scores.json"
+    arguments = ("--data", prefix, "--samples", "4", "--json", str(scores))
+    run_python("evaluate.py", "--checkpoint", str(undisturbed), *arguments)
+    (model,) = json.loads(scores.read_text())["models"]
+    assert model["overall"]["loss"] == pytest.approx(summary["final_val_loss"], abs=1e-4)
     options = ("--prompt", "The ", "--max_new_tokens", "8")
     first = run_python("generate.py", "--checkpoint", str(undisturbed), *options)
     assert first.startswith("The ") and first == run_python(

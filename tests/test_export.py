@@ -23,12 +23,10 @@ from data_prep.sources import iter_documents
 from data_prep.tokenizers import load_tokenizer
 from data_prep.train_tokenizer import train_tokenizer
 from launchers import export_hf
-from launchers import generate as generate_launcher
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.config import DataConfig, GeneratorConfig, ModelConfig, ParallelConfig, Recipe, TrainingConfig
 from leviathan_ds.export import names, verify
-from leviathan_ds.export.generate import Sampling, generate
 from leviathan_ds.export.llama import to_llama
 from leviathan_ds.export.publish import ExportRefused, export_llama
 from leviathan_ds.export.tokenizer import PROBES, check_convertible, check_encoding, write_tokenizer
@@ -103,7 +101,8 @@ def make_run(
             full = (0.5 + torch.rand(full.shape, generator=generator)).to(dtype)
         if rule.is_vocabulary:
             rows = model.padded_vocab_size(tensor_parallel_size)
-            full = torch.cat([full[:VOCAB_SIZE], full.new_full((rows - VOCAB_SIZE, full.shape[1]), 9.0)])
+            true = model.vocabulary
+            full = torch.cat([full[:true], full.new_full((rows - true, full.shape[1]), 9.0)])
         for rank, shard in enumerate(shards):
             shard[name] = rule.shard(full, rank, tensor_parallel_size).contiguous()
     for rank, shard in enumerate(shards):
@@ -432,66 +431,15 @@ def test_another_encoding_is_refused(tmp_path: Path, tokenizer_file: Path, docum
         check_encoding(tmp_path, tokenizer, documents)
 
 
-def test_greedy_generation_is_the_same_everywhere(tmp_path: Path, tokenizer_file: Path) -> None:
-    """The trainer's own logits without a cache, `generate` on the checkpoint, and transformers on the export."""
-    run = make_run(tmp_path / "run", tokenizer_file)
-    trained = find_trained_model(run)
-    export_llama(trained, tmp_path / "hf")
-    llama = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    trainer, checkpoint_llama = trainer_model(run), to_llama(trained)
-    for prompt in ("The ", "", "def f(x):\n    ", "a literal </s> in it"):
-        ids = [exported.eos_token_id, *exported.encode(prompt)]
-        expected = list(ids)
-        while len(expected) < len(ids) + 20 and (len(expected) == len(ids) or expected[-1] != ids[0]):
-            expected.append(int(trainer(torch.tensor([expected]))[0, -1].argmax()))
-        theirs = llama.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False)[0].tolist()
-        assert theirs == expected
-        ours = generate(checkpoint_llama, trained.tokenizer, prompt, Sampling(max_new_tokens=20, temperature=0))
-        assert ours == trained.tokenizer.decode(expected)
-        assert ours.startswith(prompt)
-
-
-def test_sampling(tmp_path: Path, tokenizer_file: Path) -> None:
-    trained = find_trained_model(make_run(tmp_path / "run", tokenizer_file))
-    llama = to_llama(trained)
-
-    def text(**options: float) -> str:
-        return generate(llama, trained.tokenizer, "The ", Sampling(max_new_tokens=20, **options))  # type: ignore
-
-    assert text(seed=1) == text(seed=1) != text(seed=2)
-    assert text(top_k=1, seed=1) == text(top_p=1e-6, seed=2) == text(temperature=0, seed=3)
-    for wrong in (
-        {"temperature": -1},
-        {"top_k": -1},
-        {"top_p": 0},
-        {"top_p": 1.5},
-        {"max_new_tokens": 0},
-        {"seed": 2**63},
-    ):
-        with pytest.raises(ValueError, match=f"--{next(iter(wrong))} must be"):
-            Sampling(**wrong)
-
-
 def test_launchers(tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, output = make_run(tmp_path / "run", tokenizer_file), tmp_path / "hf"
     export_arguments = ["--checkpoint", str(run), "--output", str(output)]
     assert export_hf.main(export_arguments) == 0
     assert "largest logit difference" in capsys.readouterr().out
-    prompt = ["--prompt", "The ", "--max_new_tokens", "5"]
-    assert generate_launcher.main(["--checkpoint", str(run), *prompt]) == 0
-    plain = capsys.readouterr().out
-    checkpoint = run / "checkpoints" / "step_00000100"
-    assert generate_launcher.main(["--checkpoint", str(checkpoint), *prompt, "--stream"]) == 0
-    assert capsys.readouterr().out.strip() == plain.strip() and plain.startswith("The ")
-
     for launcher, arguments, message in (
         (export_hf, export_arguments, "not empty"),
         (export_hf, ["--checkpoint", str(tmp_path / "none"), "--output", "x"], "does not exist"),
         (export_hf, [*export_arguments[:2], "--output", "x", "--text", "none.txt"], "none.txt"),
-        (generate_launcher, ["--checkpoint", str(tmp_path / "none"), *prompt], "does not exist"),
-        (generate_launcher, ["--checkpoint", str(run), *prompt, "--top_p", "2"], "--top_p must be"),
-        (generate_launcher, ["--checkpoint", str(run), "--prompt", "\udcff"], "--prompt is not UTF-8"),
         (export_hf, [*export_arguments[:2], "--output", str(run / "recipe.yaml" / "x")], "cannot be written"),
     ):
         assert launcher.main(arguments) == 2

@@ -6,6 +6,8 @@ rows on this rank.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from jaxtyping import Float, Int
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -20,7 +22,13 @@ from torch import Tensor, nn
 from leviathan_ds.config import ModelConfig, ParallelConfig, Recompute
 from leviathan_ds.model.embedding import DistinctIds, GeneratorEmbedding, TableEmbedding
 from leviathan_ds.model.layers import block_spec, document_mask, transformer_config
-from leviathan_ds.model.loss import vocab_parallel_linear_cross_entropy
+from leviathan_ds.model.loss import (
+    TokenScores,
+    vocab_parallel_linear_cross_entropy,
+    vocab_parallel_token_scores,
+)
+
+Reduction = Literal["sum", "none"]
 
 
 class VocabParallelHead(nn.Module):
@@ -41,8 +49,9 @@ class VocabParallelHead(nn.Module):
         hidden: Float[Tensor, "s b D"],
         labels: Int[Tensor, "b s"] | None = None,
         loss_mask: Float[Tensor, "b s"] | None = None,
-    ) -> Tensor:
-        """Loss summed with the mask as weights, or without labels the logits [b, s, V] on every rank."""
+        reduction: Reduction = "sum",
+    ) -> Tensor | TokenScores:
+        """As `LanguageModel.forward`."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden)
         else:
@@ -50,6 +59,11 @@ class VocabParallelHead(nn.Module):
         if labels is None:
             logits = gather_from_tensor_model_parallel_region(hidden @ self.weight.T)
             return logits.transpose(0, 1)[..., : self.vocab_size]
+        if reduction == "none":
+            scores = vocab_parallel_token_scores(
+                hidden.flatten(0, 1), self.weight, labels.T.flatten(), self.vocab_size, self.chunk_tokens
+            )
+            return TokenScores(*(each.unflatten(0, labels.T.shape).T for each in scores))
         weights = torch.ones_like(labels, dtype=torch.float32) if loss_mask is None else loss_mask
         return vocab_parallel_linear_cross_entropy(
             hidden.flatten(0, 1),
@@ -109,8 +123,12 @@ class LanguageModel(nn.Module):
         loss_mask: Float[Tensor, "b s"] | None = None,
         distinct: DistinctIds | None = None,
         cu_seqlens: Int[Tensor, " bounds"] | None = None,
-    ) -> Tensor:
+        reduction: Reduction = "sum",
+    ) -> Tensor | TokenScores:
         """Loss summed with loss_mask as weights (float32 scalar), or without labels the logits [b, s, V].
+
+        With reduction "none" the scores of every token [b, s] instead, without gradient. The same on every
+        tensor-parallel rank.
 
         Args:
             cu_seqlens: as in `Batch`, where attention stays within documents. Positions need not begin anew
@@ -123,4 +141,4 @@ class LanguageModel(nn.Module):
         hidden = self.decoder(
             hidden_states=hidden, attention_mask=mask, rotary_pos_emb=self.rotary(tokens.shape[1])
         )
-        return self.output_layer(hidden, labels, loss_mask)
+        return self.output_layer(hidden, labels, loss_mask, reduction)

@@ -40,6 +40,34 @@ def vocab_parallel_linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, labels, loss_weights, vocab_size, chunk_tokens)  # pyright: ignore
 
 
+class TokenScores(NamedTuple):
+    """What each token cost, and what the model would have said instead. The leading dimensions are the labels'."""
+
+    losses: Float[Tensor, "*n"]
+    """Nats, float32."""
+    likeliest: Int[Tensor, "*n"]
+    """The id of the largest logit; of several the smallest."""
+
+
+@torch.no_grad()
+def vocab_parallel_token_scores(
+    hidden: Float[Tensor, "n D"],
+    weight: Float[Tensor, "p D"],
+    labels: Int[Tensor, " n"],
+    vocab_size: int,
+    chunk_tokens: int,
+) -> TokenScores:
+    """−log softmax(hidden_i · Wᵀ)[label_i] of each token by itself; arguments as above. Has no gradient."""
+    shard = _VocabularyShard.of(weight, vocab_size)
+    buffers = _Buffers.of(weight, min(chunk_tokens, hidden.shape[0]))
+    losses, likeliest = [], []
+    for chunk in (slice(i, i + chunk_tokens) for i in range(0, hidden.shape[0], chunk_tokens)):
+        logits, _ = _logits(hidden[chunk], weight, shard, buffers)
+        likeliest.append(_argmax(logits, shard))
+        losses.append(_softmax_cross_entropy_(logits, *_columns(labels[chunk], logits, shard))[0])
+    return TokenScores(torch.cat(losses), torch.cat(likeliest))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, loss_weights, vocab_size, chunk_tokens):
@@ -119,15 +147,8 @@ def _chunk_loss(
 ) -> Tensor:
     """Weighted loss of one chunk; fills the chunk's gradient of hidden and adds to the weight's."""
     grad_hidden, grad_weight = grads
-    logits, narrow = buffers.first(hidden.shape[0])
-    torch.mm(hidden, weight.T, out=narrow)
-    if logits is not narrow:
-        logits.copy_(narrow)
-    # Not -inf: a rank may hold padding only, and its softmax must not be 0 / 0.
-    logits[:, shard.true_rows :].fill_(torch.finfo(logits.dtype).min)
-    local = labels - shard.first_row
-    here = (local >= 0) & (local < shard.true_rows)
-    index = local.clamp(0, logits.shape[1] - 1)[:, None]
+    logits, narrow = _logits(hidden, weight, shard, buffers)
+    index, here = _columns(labels, logits, shard)
     losses, probabilities, share = _softmax_cross_entropy_(logits, index, here)
     if grad_hidden is not None or grad_weight is not None:
         grad_logits = probabilities.mul_((loss_weights * share)[:, None])
@@ -141,6 +162,37 @@ def _chunk_loss(
         elif grad_weight is not None:
             grad_weight += narrow.T @ hidden
     return (losses * loss_weights).sum()
+
+
+def _logits(hidden: Tensor, weight: Tensor, shard: _VocabularyShard, buffers: _Buffers) -> _Buffers:
+    """One chunk's logits, in the buffers; those of padding rows are the least number."""
+    logits, narrow = buffers.first(hidden.shape[0])
+    torch.mm(hidden, weight.T, out=narrow)
+    if logits is not narrow:
+        logits.copy_(narrow)
+    # Not -inf: a rank may hold padding only, and its softmax must not be 0 / 0.
+    logits[:, shard.true_rows :].fill_(torch.finfo(logits.dtype).min)
+    return _Buffers(logits, narrow)
+
+
+def _columns(labels: Tensor, logits: Tensor, shard: _VocabularyShard) -> tuple[Tensor, Tensor]:
+    """The column of each label [n, 1], and whether it is among this rank's [n]; else the column means nothing."""
+    local = labels - shard.first_row
+    return local.clamp(0, logits.shape[1] - 1)[:, None], (local >= 0) & (local < shard.true_rows)
+
+
+def _argmax(logits: Tensor, shard: _VocabularyShard) -> Int[Tensor, " n"]:
+    """The id of the largest logit over all ranks' rows."""
+    largest, column = logits.max(-1)
+    ids = column + shard.first_row
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return ids
+    group = parallel_state.get_tensor_model_parallel_group()
+    reference = largest.clone()
+    dist.all_reduce(reference, op=dist.ReduceOp.MAX, group=group)
+    ids = torch.where(largest == reference, ids, torch.iinfo(ids.dtype).max)
+    dist.all_reduce(ids, op=dist.ReduceOp.MIN, group=group)
+    return ids
 
 
 def _softmax_cross_entropy_(logits: Tensor, index: Tensor, here: Tensor) -> tuple[Tensor, Tensor, Tensor]:

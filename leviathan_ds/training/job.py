@@ -26,6 +26,7 @@ from leviathan_ds.parallel import ds_config, hostfile
 _MAY_DIFFER = (
     "run.",
     "faults.",
+    "evaluation.",
     "data.num_workers",
     "data.prefixes",
     "data.validation_prefixes",
@@ -94,6 +95,10 @@ def check_configuration(recipe: Recipe, ds_config_path: Path, world_size: int) -
             "training.compile needs a C++ compiler, and there is neither $CXX nor g++; install g++ or "
             "leave training.compile off"
         )
+    if recipe.evaluation.tasks:
+        from leviathan_ds.evaluation import harness
+
+        harness.check_tasks(recipe.evaluation.tasks, recipe.evaluation.include_path)
     filled = ds_config.fill(ds_config.read(ds_config_path), recipe, world_size, ds_config_path)
     engine.check_values(filled, ds_config_path)
     return filled

@@ -9,13 +9,12 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from data_prep.tokenizers import load_tokenizer
 from leviathan_ds import accounting, run_directory
 from leviathan_ds.config import Recipe
-from leviathan_ds.data.index import shares
 from leviathan_ds.data.loader import loader
 from leviathan_ds.data.sampler import GlobalBatchSampler
 from leviathan_ds.doctor import examination, facts
+from leviathan_ds.evaluation.scores import Score
 from leviathan_ds.model.initialization import initialize_weights
 from leviathan_ds.model.language_model import LanguageModel
 from leviathan_ds.parallel import ds_config, launch, registry, topology
@@ -24,9 +23,7 @@ from leviathan_ds.parallel.agreement import of_all_ranks, on_rank_0
 from leviathan_ds.parallel.gradients import component_norms
 from leviathan_ds.parallel.watchdog import Watchdog
 from leviathan_ds.training import checkpoint
-from leviathan_ds.training.evaluate import Evaluation, blended, evaluate_domains, token_bytes, validation_batches
 from leviathan_ds.training.faults import StepGuard
-from leviathan_ds.training.generator_health import generator_health
 from leviathan_ds.training.job import Job, going_on_from, write_run_dir
 from leviathan_ds.training.metrics import Metrics
 from leviathan_ds.training.profiling import traced
@@ -34,6 +31,7 @@ from leviathan_ds.training.schedule import learning_rate
 from leviathan_ds.training.starts import record_start
 from leviathan_ds.training.step import train_step
 from leviathan_ds.training.step_log import StepLog
+from leviathan_ds.training.validation import Validation
 
 
 def run(job: Job) -> int:
@@ -153,7 +151,7 @@ class _Training:
         )
         self._log = StepLog(metrics, self._tokens_per_step, self._steps, _utilization(job.recipe))
         self._batches = self._log.waits_for(iter(loader(job.train_dataset, sampler, job.recipe.data.num_workers)))
-        self._validate = _validator(job, engine, metrics)
+        self._validate = Validation(job, engine, metrics)
         self._checkpoints = checkpoint.Checkpoints(engine, job.run_dir, job.recipe, metrics.say)
 
     def run(self) -> int:
@@ -246,7 +244,7 @@ class _Training:
                 "never trained on"
             )
 
-    def _summarize_end(self, evaluation: Evaluation) -> None:
+    def _summarize_end(self, evaluation: Score) -> None:
         self._metrics.summarize(
             final_val_loss=evaluation.loss,
             bits_per_byte=evaluation.bits_per_byte,
@@ -263,34 +261,6 @@ def _utilization(recipe: Recipe) -> Callable[[float], float | None]:
     flops = accounting.flops_per_token(recipe.model, recipe.data.sequence_length).total
     peak = accounting.device_peak_flops(topology.device_name(), recipe.training.precision)
     return lambda tokens_per_s: accounting.mfu(flops, tokens_per_s, topology.world_size(), peak)
-
-
-def _validator(job: Job, engine: DeepSpeedEngine, metrics: Metrics) -> Any:
-    datasets = job.validation_datasets
-    wanted = max(1, job.recipe.run.eval_samples // len(datasets))  # of each, whatever its share
-    indices = {
-        name: validation_batches(wanted, len(dataset), job.recipe.training.micro_batch_size)
-        for name, dataset in datasets.items()
-    }
-    lengths = token_bytes(load_tokenizer(job.data.tokenizer_path), job.recipe.model.vocabulary)
-
-    def validate(step: int) -> Evaluation:
-        batches = {name: loader(dataset, indices[name], num_workers=0) for name, dataset in datasets.items()}
-        domains = evaluate_domains(engine, batches, lengths, topology.device())
-        result = blended(list(domains.values()), shares(job.data.validation))
-        values = {
-            "val_loss": result.loss,
-            "val_perplexity": result.perplexity,
-            "bits_per_byte": result.bits_per_byte,
-        }
-        metrics.evaluation(step, values)
-        if len(domains) > 1:
-            metrics.evaluation(step, {f"val_loss/{name}": domain.loss for name, domain in domains.items()})
-        if health := generator_health(engine):
-            metrics.evaluation(step, health)
-        return result
-
-    return validate
 
 
 def _headline(job: Job, num_parameters: int) -> str:
