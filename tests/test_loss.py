@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from leviathan_ds.model.loss import vocab_parallel_linear_cross_entropy
+from leviathan_ds.model.loss import vocab_parallel_linear_cross_entropy, vocab_parallel_token_scores
 from leviathan_ds.parallel import topology
 
 TOKENS, HIDDEN, VOCABULARY, PADDED = 37, 16, 50, 64
@@ -89,3 +89,18 @@ def test_two_ranks_equal_whole_logits(two_ranks, padded):
     assert loss0 == loss1 == pytest.approx(expected.item(), rel=1e-6)
     assert torch.allclose(hidden0 + hidden1, grad_hidden, atol=1e-6)
     assert torch.allclose(torch.cat([rows0, rows1]), grad_weight, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [8, 1000])
+def test_scores_of_single_tokens(chunk_tokens):
+    """By torch on whole logits; the likeliest of equals is the first, and no padded row ever is."""
+    topology.initialize(1)
+    hidden, weight, labels, _ = problem(torch.float32)
+    weight[VOCABULARY:] = 1e3 * hidden[0]
+    weight[7] = weight[3] = 1e2 * hidden[1]
+    logits = hidden @ weight[:VOCABULARY].T
+    found = vocab_parallel_token_scores(hidden, weight, labels, VOCABULARY, chunk_tokens)
+    expected = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    assert torch.allclose(found.losses, expected, atol=1e-4)
+    assert found.likeliest.tolist() == logits.argmax(-1).tolist()
+    assert found.likeliest[1] == 3

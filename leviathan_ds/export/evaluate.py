@@ -92,7 +92,7 @@ class Evaluation:
                     entry["tasks"] = self._tasks(module, model)
                 result["models"].append(entry)
         if self.data is not None and len(found) > 1:
-            result["difference"] = difference(*found, self.data.shares)
+            result["difference"] = difference(found[0], found[1], self.data.shares)
         return result
 
     def _scores(self, losses: Any, vocab_size: int) -> Scores:
