@@ -214,7 +214,7 @@ def test_mistakes_are_one_line(
     for arguments, message in (
         (("--checkpoint", run), "name what to evaluate on"),
         (("--checkpoint", run, "--data", tmp_path / "none"), "none"),
-        (("--checkpoint", tmp_path / "none", "--data", corpus), "no complete checkpoint"),
+        (("--checkpoint", tmp_path / "none", "--data", corpus), "does not exist"),
         (("--checkpoint", run, "--data", tmp_path / "foreign"), "was encoded with"),
         (
             ("--checkpoint", export, "--data", tmp_path / "foreign", "--split", "all"),

@@ -210,7 +210,7 @@ def test_mistakes_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
     ):
         error = said(capsys, "--checkpoint", run, *arguments, code=2)
         assert error.startswith("error: ") and message in error and error.count("\n") == 1, error
-    for folder, message in (("none", "no complete checkpoint"), ("hf", "hf cannot be loaded: ")):
+    for folder, message in (("none", "does not exist"), ("hf", "hf cannot be loaded: ")):
         error = said(capsys, "--checkpoint", tmp_path / folder, "--prompt", "a", code=2)
         assert message in error and error.count("\n") == 1, error
     for wrong in (

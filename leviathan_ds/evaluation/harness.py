@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ Request = tuple[Any, list[int], list[int]]  # whatever it was made of, ids of co
 Answer = tuple[float, bool]  # log-likelihood, and whether greedy decoding gives it
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
+# For standard errors it would fork a pool: a fork of a process with threads, as every rank is, can hang.
+os.environ["DISABLE_MULTIPROC"] = "1"
 
 
 class LeviathanLM(TemplateLM):
