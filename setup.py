@@ -16,7 +16,10 @@ setup(
     description="Pretrain Leviathan language models with DeepSpeed ZeRO and Megatron-core tensor parallelism",
     python_requires=">=3.11",
     packages=find_packages(include=["leviathan_ds", "leviathan_ds.*", "data_prep", "data_prep.*"]),
-    package_data={"data_prep": ["sample_corpus/*"], "leviathan_ds": ["model/*.c", "evaluation/tasks/*"]},
+    package_data={
+        "data_prep": ["sample_corpus/*", "*.yaml"],
+        "leviathan_ds": ["model/*.c", "evaluation/tasks/*"],
+    },
     install_requires=[
         "torch>=2.6,<3",
         "deepspeed>=0.19,<0.20",
@@ -25,7 +28,7 @@ setup(
         "transformers>=5.0,<6",
         "tokenizers>=0.21",
         "datasets>=3.0",
-        "sentencepiece>=0.2",
+        "sentencepiece>=0.2.3",
         "tiktoken>=0.8",
         "safetensors>=0.4.5",
         "wandb>=0.31",

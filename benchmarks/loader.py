@@ -48,7 +48,9 @@ def synthetic(prefix: Path, tokens: int) -> Part:
     with bin_path(prefix).open("wb") as file:
         file.truncate(total * dtype.itemsize)
     files = [DataFile(path.name, path.stat().st_size, "") for path in (bin_path(prefix), idx_path(prefix))]
-    tokenizer = TokenizerInfo("sentencepiece", "", VOCAB_SIZE, 2, None, dataset_tokenizer_path(prefix).name)
+    tokenizer = TokenizerInfo(
+        "sentencepiece", "", VOCAB_SIZE, 2, None, dataset_tokenizer_path(prefix, "sentencepiece").name
+    )
     counts = DomainCounts(len(lengths), total, 0)
     manifest = Manifest(1, prefix.name, (), tokenizer, dtype.name, len(lengths), total, 0, {}, {}, *files)
     return Part(prefix.name, prefix, manifest, counts.tokens, "all")

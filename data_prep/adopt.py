@@ -4,9 +4,9 @@ PREFIX.bin and PREFIX.idx stay as they are; beside them come a copy of the token
 every end of a document is looked at first.
 """
 
-import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,11 @@ from data_prep.files import (
     file_digest,
     idx_path,
     manifest_path,
+    token_counts_path,
     written_aside,
 )
 from data_prep.indexed import IndexedReader
+from data_prep.lengths import length_statistics
 from data_prep.manifest import (
     FORMAT_VERSION,
     DataFile,
@@ -33,10 +35,8 @@ from data_prep.manifest import (
 from data_prep.tokenizers import Tokenizer, load_tokenizer
 from data_prep.verify import check_content
 
-_BLOCK_TOKENS = 1 << 22
 
-
-def adopt(prefix: Path | str, tokenizer: Path | str) -> Manifest:
+def adopt(prefix: Path | str, tokenizer: Path | str, eod_token: str | None = None) -> Manifest:
     """Check PREFIX.bin/.idx against the tokenizer that encoded them, and describe them in a manifest.
 
     Raises UserError (a ValueError), and writes nothing, for a dataset that has a manifest, ids outside the
@@ -45,7 +45,7 @@ def adopt(prefix: Path | str, tokenizer: Path | str) -> Manifest:
     """
     if manifest_path(prefix).exists():
         raise UserError(f"{manifest_path(prefix)}: exists already; this dataset needs no adoption")
-    loaded, reader = load_tokenizer(tokenizer), IndexedReader(prefix)
+    loaded, reader = load_tokenizer(tokenizer, eod_token), IndexedReader(prefix)
     if len(reader) != len(reader.lengths):
         raise UserError(
             f"{idx_path(prefix)}: {len(reader)} documents of {len(reader.lengths)} sequences; encode them again "
@@ -53,21 +53,35 @@ def adopt(prefix: Path | str, tokenizer: Path | str) -> Manifest:
         )
     manifest = _describe(Path(prefix), loaded, reader)
     try:
-        check_content(manifest, reader, prefix)
+        counts = check_content(manifest, reader, prefix)
     except UserError as error:
         raise UserError(f"{error}; is {tokenizer} its tokenizer, and was it encoded with --append-eod?") from None
-    with written_aside(dataset_tokenizer_path(prefix)) as file, loaded.path.open("rb") as source:
-        shutil.copyfileobj(source, file)
+    text_bytes = int(counts @ loaded.token_byte_lengths().astype(np.int64))
+    with written_aside(dataset_tokenizer_path(prefix, loaded.kind)) as file:
+        file.write(loaded.content)
+    with written_aside(token_counts_path(prefix)) as file:
+        np.save(file, counts)
+    manifest = replace(
+        manifest,
+        text_bytes=text_bytes,
+        domains={"unknown": DomainCounts(manifest.documents, manifest.tokens, text_bytes)},
+        token_counts=_data_file(token_counts_path(prefix)),
+        lengths=length_statistics([reader.lengths]),
+    )
     manifest.save(prefix)
     return manifest
 
 
+def _data_file(path: Path) -> DataFile:
+    return DataFile(path.name, *file_digest(path))
+
+
 def _describe(prefix: Path, tokenizer: Tokenizer, reader: IndexedReader) -> Manifest:
-    files = [DataFile(path.name, *file_digest(path)) for path in (bin_path(prefix), idx_path(prefix))]
-    counts = DomainCounts(len(reader), len(reader.tokens), _text_bytes(tokenizer, reader))
+    """What can be said before the tokens are looked at."""
+    data, index = _data_file(bin_path(prefix)), _data_file(idx_path(prefix))
     return Manifest(
         format_version=FORMAT_VERSION,
-        fingerprint=content_fingerprint(files[0].sha256, files[1].sha256, tokenizer.fingerprint),
+        fingerprint=content_fingerprint(data.sha256, index.sha256, tokenizer.fingerprint),
         sources=(),
         tokenizer=TokenizerInfo(
             tokenizer.kind,
@@ -75,33 +89,25 @@ def _describe(prefix: Path, tokenizer: Tokenizer, reader: IndexedReader) -> Mani
             tokenizer.vocab_size,
             tokenizer.eod_id,
             tokenizer.pad_id,
-            dataset_tokenizer_path(prefix).name,
+            dataset_tokenizer_path(prefix, tokenizer.kind).name,
         ),
         dtype=reader.dtype.name,
-        documents=counts.documents,
-        tokens=counts.tokens,
-        text_bytes=counts.bytes,
-        domains={"unknown": counts},
+        documents=len(reader),
+        tokens=len(reader.tokens),
+        text_bytes=0,
+        domains={},
         skipped={},
-        bin=files[0],
-        idx=files[1],
+        bin=data,
+        idx=index,
     )
-
-
-def _text_bytes(tokenizer: Tokenizer, reader: IndexedReader) -> int:
-    """What the tokens stand for; ids outside the vocabulary, which `check_content` refuses, count nothing."""
-    lengths, total = tokenizer.token_byte_lengths().astype(np.int64), 0
-    for start in range(0, len(reader.tokens), _BLOCK_TOKENS):
-        ids = reader.tokens[start : start + _BLOCK_TOKENS]
-        total += int(lengths[ids[(ids >= 0) & (ids < len(lengths))]].sum())
-    return total
 
 
 def build_parser() -> cli.CommandParser:
     """The command line's options."""
     parser = cli.CommandParser("python -m data_prep.adopt", "Describe a dataset that Megatron's tools prepared.")
     parser.add_argument("prefix", type=Path, help="the dataset's path without a suffix")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="the tokenizer file that encoded it")
+    parser.add_argument("--tokenizer", required=True, help="what encoded it, as preprocess takes it")
+    parser.add_argument("--eod_token", help="of a tokenizer.json: the special token that ends documents")
     return parser
 
 
@@ -110,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
 
     def command() -> None:
-        manifest = adopt(options.prefix, options.tokenizer)
+        manifest = adopt(options.prefix, options.tokenizer, options.eod_token)
         print(
             f"{manifest_path(options.prefix)}: {manifest.documents:,} documents, {manifest.tokens:,} tokens, "
             f"{manifest.text_bytes:,} bytes of text, {manifest.dtype}, each document with its end-of-document"

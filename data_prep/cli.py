@@ -4,9 +4,16 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from data_prep.errors import UserError
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Says nothing of a default where there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, []) else super()._get_help_string(action)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -17,13 +24,8 @@ class CommandParser(argparse.ArgumentParser):
             prog=prog,
             description=description,
             allow_abbrev=False,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=_Formatter,
         )
-
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        if options.get("required"):
-            options["default"] = argparse.SUPPRESS  # else the help says "(default: None)"
-        return super().add_argument(*names, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}; see {self.prog} --help\n")
@@ -43,16 +45,32 @@ def positive_int(text: str) -> int:
 def run(command: Callable[[], None]) -> int:
     """Call `command` and return the exit status: 0, 2 for the user's mistake, 130 for Ctrl-C.
 
-    SIGTERM (a batch system's end of time) unwinds like an exception, so that partial files go."""
+    SIGTERM (a batch system's end of time) unwinds like an exception, so that partial files go. An exception's
+    notes (what was kept, how to go on) are printed after it."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         command()
     except (UserError, OSError) as error:  # OSError names its file: permission, disk full, missing
-        print(f"error: {error}", file=sys.stderr)
+        print_error(str(error), error)
         return 2
-    except KeyboardInterrupt:
-        print("error: interrupted; nothing was left behind", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        kept = hasattr(stop, "__notes__")
+        print_error("interrupted" if kept else "interrupted; nothing was left behind", stop)
         return 130
+    except SystemExit as stop:
+        _print_notes(stop)
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def print_error(message: str, error: BaseException) -> None:
+    """One line for what went wrong, and one for each note of the exception."""
+    print(f"error: {message}", file=sys.stderr)
+    _print_notes(error)
+
+
+def _print_notes(error: BaseException) -> None:
+    for note in getattr(error, "__notes__", ()):
+        print(f"note: {note}", file=sys.stderr)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from data_prep.errors import UserError
 
@@ -27,9 +27,27 @@ def manifest_path(prefix: Path | str) -> Path:
     return Path(f"{prefix}.manifest.json")
 
 
-def dataset_tokenizer_path(prefix: Path | str) -> Path:
-    """The copy of the tokenizer that makes the dataset self-contained."""
-    return Path(f"{prefix}.tokenizer.model")
+def token_counts_path(prefix: Path | str) -> Path:
+    """How often each id occurs."""
+    return Path(f"{prefix}.token_counts.npy")
+
+
+def blend_path(prefix: Path | str) -> Path:
+    """The weights of the datasets that a run made of the domains."""
+    return Path(f"{prefix}.blend.yaml")
+
+
+TokenizerKind = Literal["sentencepiece", "huggingface", "tiktoken"]
+TOKENIZER_SUFFIXES: dict[TokenizerKind, str] = {
+    "sentencepiece": ".model",
+    "huggingface": ".json",
+    "tiktoken": ".tiktoken",
+}
+
+
+def dataset_tokenizer_path(prefix: Path | str, kind: TokenizerKind) -> Path:
+    """The copy of the tokenizer that makes the dataset self-contained; it has the usual suffix of its kind."""
+    return Path(f"{prefix}.tokenizer{TOKENIZER_SUFFIXES[kind]}")
 
 
 def partial_path(path: Path) -> Path:
@@ -67,15 +85,18 @@ def file_digest(path: Path) -> tuple[int, str]:
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file that takes the name `path` only if the block ends without an exception."""
+def written_aside(path: Path, durable: bool = True) -> Iterator[IO[bytes]]:
+    """A binary file that takes the name `path` only if the block ends without an exception.
+
+    durable: it is on the disk by then, so that not even a power failure leaves a cut file under that name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_path(path)
     try:
         with naming(path), partial.open("wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

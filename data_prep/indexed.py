@@ -17,7 +17,7 @@ Here every document is one sequence. Positions are 64-bit throughout.
 import os
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -42,41 +42,59 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
 
 
-def write_index(file: IO[bytes], lengths: NDArray[np.int32], dtype: np.dtype) -> None:
+def write_index(file: IO[bytes], lengths: Iterable[NDArray[np.int32]], dtype: np.dtype) -> None:
     """Write the .idx of one-sequence documents.
 
-    lengths: [documents] tokens of each; dtype: of the ids in the .bin."""
-    documents = len(lengths)
+    lengths: blocks [documents of the block] of tokens of each; iterated over several times, one block in memory
+    at a time. dtype: of the ids in the .bin."""
+    documents = sum(len(block) for block in lengths)
     file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype], documents, documents + 1))
-    file.write(np.ascontiguousarray(lengths, dtype="<i4").data)
+    for block in lengths:
+        file.write(np.ascontiguousarray(block, dtype="<i4").data)
     offset = 0
-    for start in range(0, documents, _BLOCK_DOCUMENTS):
-        sizes = lengths[start : start + _BLOCK_DOCUMENTS].astype("<i8") * dtype.itemsize
-        ends = offset + np.cumsum(sizes)
-        file.write((ends - sizes).data)
-        offset = int(ends[-1])
+    for block in lengths:
+        for start in range(0, len(block), _BLOCK_DOCUMENTS):
+            sizes = block[start : start + _BLOCK_DOCUMENTS].astype("<i8") * dtype.itemsize
+            ends = offset + np.cumsum(sizes)
+            file.write((ends - sizes).data)
+            offset = int(ends[-1])
     for start in range(0, documents + 1, _BLOCK_DOCUMENTS):
         file.write(np.arange(start, min(start + _BLOCK_DOCUMENTS, documents + 1), dtype="<i8").data)
 
 
+def check_documents(
+    ids: NDArray[np.integer], lengths: NDArray[np.int32], vocab_size: int, eod_id: int, first: int = 0
+) -> None:
+    """Refuse documents that no dataset may hold; `first` is the number of the first one, for the message.
+
+    ids: [sum of lengths], each document ending with its only end-of-document id; lengths: [documents], each at
+    least 1. Raises ValueError for an id outside the vocabulary and for a document without exactly one
+    end-of-document at its end.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    if ends[-1] != len(ids) or lengths.min() < 1:
+        raise ValueError(f"lengths sum to {ends[-1]}, least {lengths.min()}, for {len(ids)} ids")
+    if ids.min() < 0 or ids.max() >= vocab_size:  # a cast would wrap silently
+        wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))[0]
+        document = first + int(np.searchsorted(ends, wrong, side="right"))
+        raise ValueError(f"id {ids[wrong]} in document {document} is outside the vocabulary of {vocab_size}")
+    if np.any(ids[ends - 1] != eod_id) or np.count_nonzero(ids == eod_id) != len(lengths):
+        raise ValueError(f"every document must end with its only end-of-document id, {eod_id}")
+
+
 class IndexedWriter:
-    """Writes documents to a .bin and, on `finish`, their index to an .idx.
+    """Writes documents one after the other to a .bin and, on `finish`, their index to an .idx.
 
     Keeps four bytes a document in memory. A context manager: leaving it closes the files.
     """
 
     def __init__(self, bin_file: Path, idx_file: Path, vocab_size: int, eod_id: int) -> None:
         self.dtype = token_dtype(vocab_size)
-        self.num_tokens = 0
         self._idx_file = idx_file
         self._vocab_size = vocab_size
         self._eod_id = eod_id
         self._lengths = array("i")
         self._bin = bin_file.open("wb")
-
-    @property
-    def num_documents(self) -> int:
-        return len(self._lengths)
 
     def __enter__(self) -> "IndexedWriter":
         return self
@@ -85,35 +103,19 @@ class IndexedWriter:
         self._bin.close()
 
     def add(self, ids: NDArray[np.integer], lengths: NDArray[np.int32]) -> None:
-        """Append documents.
-
-        ids: [sum of lengths], each document ending with its only end-of-document id;
-        lengths: [documents], each at least 1. Raises ValueError for an id outside the vocabulary and for
-        a document without exactly one end-of-document at its end.
-        """
+        """Append documents, given and checked as by `check_documents`."""
         if len(lengths) == 0:
             return
-        ends = np.cumsum(lengths, dtype=np.int64)
-        if ends[-1] != len(ids) or lengths.min() < 1:
-            raise ValueError(f"lengths sum to {ends[-1]}, least {lengths.min()}, for {len(ids)} ids")
-        wrong = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))  # a cast would wrap silently
-        if len(wrong):
-            document = self.num_documents + int(np.searchsorted(ends, wrong[0], side="right"))
-            raise ValueError(
-                f"id {ids[wrong[0]]} in document {document} is outside the vocabulary of {self._vocab_size}"
-            )
-        if np.any(ids[ends - 1] != self._eod_id) or np.count_nonzero(ids == self._eod_id) != len(lengths):
-            raise ValueError(f"every document must end with its only end-of-document id, {self._eod_id}")
+        check_documents(ids, lengths, self._vocab_size, self._eod_id, first=len(self._lengths))
         self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
         self._lengths.frombytes(np.ascontiguousarray(lengths, dtype=np.int32).tobytes())
-        self.num_tokens += len(ids)
 
     def finish(self) -> None:
         """Flush the .bin to the disk and write the .idx."""
         self._bin.flush()
         os.fsync(self._bin.fileno())
         with self._idx_file.open("wb") as file:
-            write_index(file, np.frombuffer(self._lengths, dtype=np.int32), self.dtype)
+            write_index(file, [np.frombuffer(self._lengths, dtype=np.int32)], self.dtype)
             file.flush()
             os.fsync(file.fileno())
 

@@ -1,14 +1,15 @@
 """{prefix}.manifest.json: what a dataset holds, what it was made of, and the hashes to check it by."""
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from data_prep.errors import UserError
-from data_prep.files import manifest_path, written_aside
+from data_prep.files import TokenizerKind, manifest_path, written_aside
+from data_prep.lengths import LengthStatistics
 
 FORMAT_VERSION = 1
 
@@ -35,7 +36,7 @@ class DataFile:
 class TokenizerInfo:
     """The tokenizer; `file` is the copy beside the manifest, `fingerprint` its sha256."""
 
-    kind: str
+    kind: TokenizerKind
     fingerprint: str
     vocab_size: int
     eod_id: int
@@ -53,8 +54,22 @@ class DomainCounts:
 
 
 @dataclass(frozen=True)
+class Subset:
+    """Which documents of its sources a dataset holds: those of a split, or of a domain, or of both.
+
+    shares: of train, validation and test, as they were asked for; data_prep.splits says what falls where."""
+
+    split: str | None
+    shares: tuple[float, float, float] | None
+    domain: str | None
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """A dataset's description. `fingerprint` identifies its content: tokens, documents, tokenizer."""
+    """A dataset's description. `fingerprint` identifies its content: tokens, documents, tokenizer.
+
+    skipped: by reason, over all that was made of the sources in one run. options: what else shaped the dataset.
+    The last four are missing in datasets made before they were recorded."""
 
     format_version: int
     fingerprint: str
@@ -68,6 +83,10 @@ class Manifest:
     skipped: dict[str, int]
     bin: DataFile
     idx: DataFile
+    token_counts: DataFile | None = None
+    lengths: LengthStatistics | None = None
+    subset: Subset | None = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     def save(self, prefix: Path | str) -> None:
         """Write `{prefix}.manifest.json`, aside and renamed."""
@@ -102,6 +121,10 @@ def load_manifest(prefix: Path | str) -> Manifest:
         raise UserError(f"{path}: is broken ({error}); prepare the dataset again") from error
 
 
+def _subset(split: str | None, shares: list[float] | None, domain: str | None) -> Subset:
+    return Subset(split, (shares[0], shares[1], shares[2]) if shares else None, domain)
+
+
 def _from_json(fields: dict[str, Any]) -> Manifest:
     nested = {
         "sources": tuple(SourceFile(**source) for source in fields["sources"]),
@@ -110,4 +133,7 @@ def _from_json(fields: dict[str, Any]) -> Manifest:
         "bin": DataFile(**fields["bin"]),
         "idx": DataFile(**fields["idx"]),
     }
+    for key, make in (("token_counts", DataFile), ("lengths", LengthStatistics), ("subset", _subset)):
+        if fields.get(key) is not None:
+            nested[key] = make(**fields[key])
     return Manifest(**(fields | nested))

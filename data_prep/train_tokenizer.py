@@ -4,50 +4,87 @@ The tokenizer is lossless (but for U+2581, see SentencePieceTokenizer): identity
 kept, no dummy prefix, byte fallback, the newline a symbol of its own. Ids: 0 <unk>, 1 <s>, 2 </s> (the
 end-of-document), 3 the newline, 4 to 259 the bytes; no padding id.
 
+One document in twenty is held out, to measure the compression of each domain on text that was not trained on.
 Training is reproducible: same inputs and options, same bytes.
 """
 
-import heapq
+import hashlib
 import io
-import random
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from data_prep import cli
+from data_prep.domain_sample import BLOCK_CHARACTERS, DomainSample, DomainWeights
 from data_prep.errors import UserError
 from data_prep.files import check_named, written_aside
 from data_prep.sources import (
     DEFAULT_DOMAIN_KEY,
     DEFAULT_TEXT_KEY,
-    SUFFIXES,
-    Document,
+    INPUT_HELP,
     OnError,
-    check_sources,
+    ReadOptions,
     iter_documents,
 )
-from data_prep.tokenizers import SentencePieceTokenizer
+from data_prep.tokenizers.sentencepiece_model import SentencePieceTokenizer
 
 ModelType = Literal["bpe", "unigram"]
 
-_BLOCK_CHARACTERS = 8192  # the unit of sampling: small beside the sample, long beside a word
-_MEASURED_BYTES = 2_000_000  # of the sample are encoded to measure the compression
+_HELD_OUT = 20  # one document in so many
+_MEASURED_BYTES = 4_000_000  # of held-out text are encoded, alike of all domains
 _LEAST_VOCABULARY = 260  # 4 special pieces and 256 bytes
 _NUM_THREADS = 2  # fixed: the number is stored in the model, and unigram's sums depend on it
 
 
 @dataclass(frozen=True)
+class PieceRules:
+    """What a piece may hold; whatever the choice, the tokenizer is lossless.
+
+    split_digits: each digit is a piece of its own.
+    split_by_whitespace: a piece holds spaces only at its start, else also between words.
+    whitespace_pieces: runs of spaces become pieces.
+    whitespace_as_suffix: a space belongs to the word before it, not to the one after; does not export.
+    max_piece_length: in characters.
+    """
+
+    split_digits: bool = True
+    split_by_whitespace: bool = True
+    whitespace_pieces: bool = True
+    whitespace_as_suffix: bool = False
+    max_piece_length: int = 16
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Of one domain: bytes that were trained on; bytes and tokens of its measured text."""
+
+    sample_bytes: int
+    measured_bytes: int
+    measured_tokens: int
+
+
+@dataclass(frozen=True)
 class TrainedTokenizer:
-    """`sample_bytes` of text were trained on; `bytes_per_token` on a part of them."""
+    """What was trained, on how much; `held_out`: whether what was measured was kept out of it, which a single
+    document cannot be."""
 
     path: Path
     fingerprint: str
     vocab_size: int
-    sample_bytes: int
-    bytes_per_token: float
+    domains: dict[str, Compression]
+    held_out: bool
+
+    @property
+    def total(self) -> Compression:
+        rows = self.domains.values()
+        return Compression(
+            sum(row.sample_bytes for row in rows),
+            sum(row.measured_bytes for row in rows),
+            sum(row.measured_tokens for row in rows),
+        )
 
 
 def train_tokenizer(
@@ -56,69 +93,54 @@ def train_tokenizer(
     vocab_size: int,
     *,
     model_type: ModelType = "bpe",
+    pieces: PieceRules = PieceRules(),
     sample_bytes: int = 16_000_000,
+    domain_weights: str = "size",
     seed: int = 0,
-    split_digits: bool = True,
     text_key: str = DEFAULT_TEXT_KEY,
+    domain_key: str = DEFAULT_DOMAIN_KEY,
     on_error: OnError = "fail",
 ) -> TrainedTokenizer:
-    """Train on a uniform sample of at most `sample_bytes` of the inputs' text and write `output`.
+    """Train on a sample of at most `sample_bytes` of the inputs' text and write `output`.
 
     Holds the sample in memory, never the corpus. Raises UserError (a ValueError) for unusable inputs and
     for a vocabulary that the text cannot fill or that is too small for its characters.
     """
-    paths, output = [Path(path) for path in inputs], Path(output)
+    output = Path(output)
     check_named(output, "--output")
     if output.is_dir():
         raise UserError(f"--output {output} is a directory; name the .model file to write in it")
     if not _LEAST_VOCABULARY <= vocab_size < 2**31:
         raise UserError(f"--vocab_size {vocab_size}: give at least {_LEAST_VOCABULARY} and less than 2^31")
-    check_sources(paths)
-    documents = iter_documents(paths, text_key, DEFAULT_DOMAIN_KEY, on_error)
-    sample = sample_blocks(documents, sample_bytes, seed)
+    training = DomainSample(sample_bytes, DomainWeights(domain_weights), seed)
+    measured = DomainSample(_MEASURED_BYTES, DomainWeights("uniform"), seed)
+    for document in iter_documents(inputs, ReadOptions(text_key, domain_key, on_error)):
+        (measured if is_held_out(document.text) else training).add(document)
+    # Of very few documents there may be nothing to train on, or nothing to measure.
+    sample = training.blocks() or measured.blocks()
     if not sample:
-        raise UserError(f"{', '.join(map(str, paths))}: no text to train on; see --text_key")
-    model = _train(sample, vocab_size, model_type, split_digits)
+        raise UserError(f"{', '.join(map(str, inputs))}: no text to train on; see --text_key")
+    held_out = bool(training.num_bytes and measured.num_bytes)
+    model = _train([block for _, block in sample], vocab_size, model_type, pieces)
     tokenizer = SentencePieceTokenizer(output, model)
     if tokenizer.vocab_size != vocab_size:
         raise UserError(f"--vocab_size {vocab_size}: the text fills only {tokenizer.vocab_size}; give more text")
-    num_bytes = sum(len(block.encode()) for block in sample)
-    bytes_per_token = _measure(tokenizer, sample[:: num_bytes // _MEASURED_BYTES + 1])
+    domains = _measure(tokenizer, sample, measured.blocks() if held_out else sample)
     with written_aside(output) as file:
         file.write(model)
-    return TrainedTokenizer(output, tokenizer.fingerprint, vocab_size, num_bytes, bytes_per_token)
+    return TrainedTokenizer(output, tokenizer.fingerprint, vocab_size, domains, held_out)
 
 
-def sample_blocks(documents: Iterable[Document], sample_bytes: int, seed: int) -> list[str]:
-    """A uniform sample of the documents' blocks, at most `sample_bytes` of UTF-8, in their order.
+def is_held_out(text: str) -> bool:
+    """Whether a document is kept out of every training sample: a function of its text alone.
 
-    A reservoir by random keys: the blocks with the smallest keys stay. All of the text if it is less.
-    """
-    generator = random.Random(seed)
-    reservoir: list[tuple[float, int, str, int]] = []  # a heap by -key: the largest key on top
-    total = 0
-    for number, block in enumerate(block for document in documents for block in _blocks(document.text)):
-        size = len(block.encode())
-        heapq.heappush(reservoir, (-generator.random(), number, block, size))
-        total += size
-        while total > sample_bytes and len(reservoir) > 1:
-            total -= heapq.heappop(reservoir)[3]
-    return [block for _, _, block, _ in sorted(reservoir, key=lambda entry: entry[1])]
+    Its place among 2^64 is the one by which preprocess --split sorts it, which takes validation and test documents
+    from the first places: up to a twentieth of the corpus, no tokenizer was trained on them."""
+    place = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    return place < 2**64 // _HELD_OUT
 
 
-def _blocks(text: str) -> Iterator[str]:
-    """Cut `text` into blocks of about _BLOCK_CHARACTERS, at line ends where there are any."""
-    start = 0
-    while start < len(text):
-        end = start + _BLOCK_CHARACTERS
-        if end < len(text):
-            line_end = text.rfind("\n", start, end)
-            end = line_end + 1 if line_end >= start else end
-        yield text[start:end]
-        start = end
-
-
-def _train(sample: list[str], vocab_size: int, model_type: ModelType, split_digits: bool) -> bytes:
+def _train(sample: list[str], vocab_size: int, model_type: ModelType, pieces: PieceRules) -> bytes:
     """The bytes of the trained .model."""
     from sentencepiece import SentencePieceTrainer
 
@@ -133,11 +155,14 @@ def _train(sample: list[str], vocab_size: int, model_type: ModelType, split_digi
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
+            allow_whitespace_only_pieces=pieces.whitespace_pieces,
+            split_by_whitespace=pieces.split_by_whitespace,
+            treat_whitespace_as_suffix=pieces.whitespace_as_suffix,
+            max_sentencepiece_length=pieces.max_piece_length,
             byte_fallback=True,
             user_defined_symbols=["\n"],  # lines are trained without it; as one symbol it merges with nothing
-            split_digits=split_digits,
-            max_sentence_length=4 * _BLOCK_CHARACTERS,  # bytes; longer lines would be dropped silently
+            split_digits=pieces.split_digits,
+            max_sentence_length=4 * BLOCK_CHARACTERS,  # bytes; longer lines would be dropped silently
             unk_id=0,
             bos_id=1,
             eos_id=2,
@@ -159,23 +184,52 @@ def _vocabulary_error(vocab_size: int, message: str) -> Exception:
     return RuntimeError(f"SentencePiece training failed: {message}")
 
 
-def _measure(tokenizer: SentencePieceTokenizer, blocks: list[str]) -> float:
-    """Bytes per token; checks on the way that the blocks survive the round trip."""
-    num_bytes = num_tokens = 0
-    for block in blocks:
+def _measure(
+    tokenizer: SentencePieceTokenizer, sample: list[tuple[str, str]], measured: list[tuple[str, str]]
+) -> dict[str, Compression]:
+    """By domain; checks on the way that the measured blocks survive the round trip."""
+    rows = {domain: [0, 0, 0] for domain in sorted({domain for domain, _ in [*sample, *measured]})}
+    for domain, block in sample:
+        rows[domain][0] += len(block.encode())
+    for domain, block in measured:
         ids = tokenizer.encode(block)
         if tokenizer.decode(ids) != block.replace("▁", " "):
             raise RuntimeError(f"the trained tokenizer does not give back {block[:80]!r}")
-        num_bytes += len(block.encode())
-        num_tokens += len(ids)
-    return num_bytes / num_tokens
+        rows[domain][1] += len(block.encode())
+        rows[domain][2] += len(ids)
+    return {domain: Compression(*row) for domain, row in rows.items()}
+
+
+def _print_compression(trained: TrainedTokenizer) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    measured = (
+        "held-out bytes" if trained.held_out else "bytes measured"
+    )  # of too few documents: the sample itself
+    table = Table(
+        "domain", title=f"{trained.path}: {trained.vocab_size:,} pieces, sha256 {trained.fingerprint[:16]}"
+    )
+    for heading in ("sample bytes", measured, "tokens", "bytes/token"):
+        table.add_column(heading, justify="right")
+
+    def add_row(name: str, row: Compression) -> None:
+        ratio = f"{row.measured_bytes / row.measured_tokens:.2f}" if row.measured_tokens else "-"
+        counts = (row.sample_bytes, row.measured_bytes, row.measured_tokens)
+        table.add_row(name, *(f"{count:,}" for count in counts), ratio)
+
+    for name, row in trained.domains.items():
+        add_row(name, row)
+    table.add_section()
+    add_row("total", trained.total)
+    Console().print(table)
 
 
 def build_parser() -> cli.CommandParser:
     """The command line's options."""
     parser = cli.CommandParser("python -m data_prep.train_tokenizer", "Train a SentencePiece tokenizer.")
     add = parser.add_argument
-    add("--input", nargs="+", type=Path, required=True, help=f"files: {', '.join(SUFFIXES)}")
+    add("--input", nargs="+", required=True, help=INPUT_HELP)
     add("--output", type=Path, required=True, help="the .model to write")
     add(
         "--vocab_size",
@@ -185,9 +239,19 @@ def build_parser() -> cli.CommandParser:
     )
     add("--model_type", choices=get_args(ModelType), default="bpe", help="bpe exports exactly")
     add("--sample_bytes", type=cli.positive_int, default=16_000_000, help="train on at most this much text")
+    add(
+        "--domain_weights",
+        default="size",
+        help="the domains' shares of the sample: size, uniform, pile, or a YAML file of {domain: weight}",
+    )
     add("--seed", type=int, default=0, help="of the sample")
     add("--no_split_digits", action="store_true", help="let digits form longer pieces")
+    add("--no_split_by_whitespace", action="store_true", help="let pieces reach over spaces between words")
+    add("--no_whitespace_pieces", action="store_true", help="let no runs of spaces be pieces")
+    add("--whitespace_as_suffix", action="store_true", help="put a space with the word before it; does not export")
+    add("--max_piece_length", type=cli.positive_int, default=16, help="in characters")
     add("--text_key", default=DEFAULT_TEXT_KEY, help="where a record has its text; dots reach into objects")
+    add("--domain_key", default=DEFAULT_DOMAIN_KEY, help="where a record has its domain's name")
     add("--on_error", choices=get_args(OnError), default="fail", help="at a line that cannot be read")
     return parser
 
@@ -202,16 +266,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.output,
             options.vocab_size,
             model_type=options.model_type,
+            pieces=PieceRules(
+                split_digits=not options.no_split_digits,
+                split_by_whitespace=not options.no_split_by_whitespace,
+                whitespace_pieces=not options.no_whitespace_pieces,
+                whitespace_as_suffix=options.whitespace_as_suffix,
+                max_piece_length=options.max_piece_length,
+            ),
             sample_bytes=options.sample_bytes,
+            domain_weights=options.domain_weights,
             seed=options.seed,
-            split_digits=not options.no_split_digits,
             text_key=options.text_key,
+            domain_key=options.domain_key,
             on_error=options.on_error,
         )
-        print(
-            f"{trained.path}: {trained.vocab_size:,} pieces from {trained.sample_bytes:,} bytes of text, "
-            f"{trained.bytes_per_token:.2f} bytes per token, sha256 {trained.fingerprint[:16]}"
-        )
+        _print_compression(trained)
 
     return cli.run(command)
 

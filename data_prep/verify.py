@@ -9,15 +9,25 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from data_prep import cli
 from data_prep.errors import UserError
-from data_prep.files import bin_path, dataset_tokenizer_path, file_digest, idx_path, manifest_path
+from data_prep.files import (
+    bin_path,
+    dataset_tokenizer_path,
+    file_digest,
+    idx_path,
+    manifest_path,
+    token_counts_path,
+)
 from data_prep.indexed import IndexedReader, token_dtype
+from data_prep.lengths import length_statistics
 from data_prep.manifest import DataFile, Manifest, content_fingerprint, load_manifest
+from data_prep.token_counts import load_token_counts
 from data_prep.tokenizers import load_tokenizer
 
-_BLOCK_TOKENS = 1 << 22
+_BLOCK_TOKENS = 1 << 20  # bincount makes an int64 copy of what it counts
 _BLOCK_DOCUMENTS = 1 << 20
 
 
@@ -31,11 +41,14 @@ def verify(prefix: Path | str, report: Callable[[str], None] = lambda line: None
     report(f"{manifest_path(prefix)}: totals agree with its {len(manifest.domains)} domains")
     reader = IndexedReader(prefix)
     report(f"{idx_path(prefix)}: header and size are right, and the .bin has the size it describes")
-    for path, recorded in ((idx_path(prefix), manifest.idx), (bin_path(prefix), manifest.bin)):
+    files = [(idx_path(prefix), manifest.idx), (bin_path(prefix), manifest.bin)]
+    if manifest.token_counts:
+        files.append((token_counts_path(prefix), manifest.token_counts))
+    for path, recorded in files:
         _check_file(path, recorded)
         report(f"{path}: {recorded.bytes:,} bytes, sha256 as recorded")
     _check_tokenizer(manifest, prefix)
-    report(f"{dataset_tokenizer_path(prefix)}: is the recorded tokenizer")
+    report(f"{dataset_tokenizer_path(prefix, manifest.tokenizer.kind)}: is the recorded tokenizer")
     check_content(manifest, reader, prefix, report)
     return manifest
 
@@ -45,15 +58,20 @@ def check_content(
     reader: IndexedReader,
     prefix: Path | str,
     report: Callable[[str], None] = lambda line: None,
-) -> None:
-    """Check what the .idx and the .bin hold, read through. Raises UserError as `verify` does."""
+) -> NDArray[np.int64]:
+    """Check what the .idx and the .bin hold, read through; how often each id occurs [vocab_size].
+
+    Raises UserError as `verify` does."""
     _check_index(manifest, reader, idx_path(prefix))
     report(f"{idx_path(prefix)}: {manifest.documents:,} documents, lengths sum to {manifest.tokens:,} tokens")
-    _check_tokens(manifest, reader, bin_path(prefix))
+    counts = _check_tokens(manifest, reader, bin_path(prefix))
+    if manifest.token_counts and np.any(counts != load_token_counts(prefix)):
+        raise UserError(f"{token_counts_path(prefix)}: the counts are not those of the .bin")
     report(
         f"{bin_path(prefix)}: ids below {manifest.tokenizer.vocab_size:,}, "
         f"one end-of-document ({manifest.tokenizer.eod_id}) at the end of each document"
     )
+    return counts
 
 
 def _check_manifest(manifest: Manifest, prefix: Path | str) -> None:
@@ -73,7 +91,8 @@ def _check_manifest(manifest: Manifest, prefix: Path | str) -> None:
     ):
         raise UserError(f"{path}: its fingerprint does not follow from its hashes")
     names = (manifest.bin.name, manifest.idx.name, tokenizer.file)
-    expected = tuple(make(prefix).name for make in (bin_path, idx_path, dataset_tokenizer_path))
+    paths = (bin_path(prefix), idx_path(prefix), dataset_tokenizer_path(prefix, tokenizer.kind))
+    expected = tuple(path.name for path in paths)
     if names != expected:
         raise UserError(f"{path}: describes {', '.join(names)}, not the files beside it; was it renamed?")
     # Megatron's tools may have written a small vocabulary as int32 (data_prep.adopt).
@@ -82,6 +101,8 @@ def _check_manifest(manifest: Manifest, prefix: Path | str) -> None:
 
 
 def _check_file(path: Path, recorded: DataFile) -> None:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; prepare the dataset again")
     size, digest = file_digest(path)
     if size != recorded.bytes:
         raise UserError(f"{path}: has {size} bytes, the manifest says {recorded.bytes}")
@@ -91,7 +112,7 @@ def _check_file(path: Path, recorded: DataFile) -> None:
 
 def _check_tokenizer(manifest: Manifest, prefix: Path | str) -> None:
     recorded = manifest.tokenizer
-    tokenizer = load_tokenizer(dataset_tokenizer_path(prefix))
+    tokenizer = load_tokenizer(dataset_tokenizer_path(prefix, recorded.kind))
     for name in ("fingerprint", "kind", "vocab_size", "eod_id", "pad_id"):
         found, said = getattr(tokenizer, name), getattr(recorded, name)
         if found != said:
@@ -118,14 +139,17 @@ def _check_index(manifest: Manifest, reader: IndexedReader, path: Path) -> None:
         if np.any(reader.document_indices[first : last + 1] != np.arange(first, last + 1)):
             raise UserError(f"{path}: the document indices are not one sequence per document")
         tokens = int(ends[-1])
+    blocks = [reader.lengths[first:last] for first, last in _ranges(manifest.documents, _BLOCK_DOCUMENTS)]
+    if manifest.lengths and manifest.lengths != length_statistics(blocks):
+        raise UserError(f"{path}: its documents' lengths have not the statistics of the manifest")
     if not tokens == manifest.tokens == len(reader.tokens):
         raise UserError(f"{path}: lengths sum to {tokens} tokens, the manifest says {manifest.tokens}")
 
 
-def _check_tokens(manifest: Manifest, reader: IndexedReader, path: Path) -> None:
-    """Ids lie in the vocabulary; each document ends with its only end-of-document."""
+def _check_tokens(manifest: Manifest, reader: IndexedReader, path: Path) -> NDArray[np.int64]:
+    """Ids lie in the vocabulary; each document ends with its only end-of-document. Returns each id's count."""
     tokenizer = manifest.tokenizer
-    num_ends = 0
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
     for first, last in _ranges(manifest.tokens, _BLOCK_TOKENS):
         ids = reader.tokens[first:last]
         wrong = np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))
@@ -136,7 +160,8 @@ def _check_tokens(manifest: Manifest, reader: IndexedReader, path: Path) -> None
                 f"{path}: id {reader.tokens[position]} in document {document} is outside the vocabulary "
                 f"of {tokenizer.vocab_size}"
             )
-        num_ends += np.count_nonzero(ids == tokenizer.eod_id)
+        counts += np.bincount(ids, minlength=tokenizer.vocab_size)
+    num_ends = counts[tokenizer.eod_id]
     if num_ends != manifest.documents:
         raise UserError(f"{path}: {num_ends} end-of-document ids in {manifest.documents} documents")
     for first, last in _ranges(manifest.documents, _BLOCK_DOCUMENTS):
@@ -144,6 +169,7 @@ def _check_tokens(manifest: Manifest, reader: IndexedReader, path: Path) -> None
         without = np.flatnonzero(reader.tokens[ends] != tokenizer.eod_id)
         if len(without):
             raise UserError(f"{path}: document {first + int(without[0])} does not end with end-of-document")
+    return counts
 
 
 def _ranges(total: int, step: int) -> Iterator[tuple[int, int]]:

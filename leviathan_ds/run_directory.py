@@ -2,7 +2,7 @@
 
 RUN/recipe.yaml              the recipe as it was resolved; refuses another one
 RUN/ds_config.json           DeepSpeed's configuration as it was filled in
-RUN/tokenizer.model          the tokenizer of its data
+RUN/tokenizer.model          the tokenizer of its data, or .json or .tiktoken by its kind
 RUN/starts.jsonl             one line per start or resume: host, devices, versions, commit, data
 RUN/wandb_id                 of the run's one wandb run, where wandb is on
 RUN/tensorboard/             where run.tensorboard is on
@@ -37,9 +37,10 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.errors import UserError
-from data_prep.files import written_aside
+from data_prep.files import TOKENIZER_SUFFIXES, TokenizerKind, written_aside
 
-RECIPE, DS_CONFIG, TOKENIZER = "recipe.yaml", "ds_config.json", "tokenizer.model"
+RECIPE, DS_CONFIG = "recipe.yaml", "ds_config.json"
+TOKENIZERS: dict[TokenizerKind, str] = {kind: f"tokenizer{suffix}" for kind, suffix in TOKENIZER_SUFFIXES.items()}
 METRICS, SUMMARY, WANDB_ID = "metrics.jsonl", "summary.json", "wandb_id"
 FAULTS = "faults.jsonl"
 STARTS, TENSORBOARD, TRACES = "starts.jsonl", "tensorboard", "traces"
@@ -55,6 +56,11 @@ _logger = logging.getLogger(__name__)
 def path_of(option: str | None, recipe_file: Path) -> Path:
     """The run directory: what --run_dir says, else runs/RECIPE."""
     return Path(option) if option else Path("runs") / recipe_file.stem
+
+
+def tokenizer_of(run: Path) -> Path | None:
+    """The run's tokenizer, of whatever kind; None where it has none yet."""
+    return next((run / name for name in TOKENIZERS.values() if (run / name).is_file()), None)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def find_trained_model(path: Path) -> TrainedModel:
     checkpoint = run_directory.find_checkpoint(path, _damage)
     run = run_directory.run_of(checkpoint)
     recipe = recipes.load(run / run_directory.RECIPE)
-    tokenizer = load_tokenizer(run / run_directory.TOKENIZER)
+    tokenizer = load_tokenizer(run_directory.tokenizer_of(run) or run / run_directory.TOKENIZERS["sentencepiece"])
     return TrainedModel(checkpoint, recipe.with_vocabulary(tokenizer.vocab_size), tokenizer)
 
 

@@ -35,7 +35,7 @@ def four_ranks() -> Iterator[WorkerPools]:
     pool.close()
 
 
-# ---- data: one tiny dataset for the session (tests/data_prep has its own, by data_prep's own names) ----
+# ---- data: one tiny tokenizer and dataset for the session ----
 
 TINY_CORPUS = Path(__file__).parent / "data_prep" / "minipile_tiny.jsonl"
 

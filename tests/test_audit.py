@@ -111,7 +111,7 @@ def test_command_lists_decodes_and_compares(
     assert {line["sample"] for line in lines} == set(range(48, 56))
     prefix = Path(lines[0]["dataset"])
     ids = IndexedReader(prefix)[lines[0]["document"]][lines[0]["from"] : lines[0]["to"]]
-    assert lines[0]["text"] == load_tokenizer(dataset_tokenizer_path(prefix)).decode(ids.tolist())
+    assert lines[0]["text"] == load_tokenizer(dataset_tokenizer_path(prefix, "sentencepiece")).decode(ids.tolist())
     assert command.main([str(run), "--steps", "7-8"]) == 0
     out = capsys.readouterr().out
     assert "step 7: trained, 8 samples" in out and "step 8: trained" in out and "rank 0 pass 3 sample 62: " in out

@@ -226,6 +226,8 @@ def test_vocabulary_comes_from_the_tokenizer_unless_named() -> None:
     assert Recipe().with_vocabulary(600).model.vocabulary == 600
     larger = Recipe(model=ModelConfig(vocab_size=1000))
     assert larger.with_vocabulary(600).model.vocabulary == 1000
+    paper = Recipe(model=ModelConfig(vocab_size=200_376))
+    assert paper.with_vocabulary(200_019).model.vocabulary == 200_376
     with pytest.raises(UserError, match=r"model\.vocab_size = 1000 is smaller than the tokenizer's 1001"):
         larger.with_vocabulary(1001)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceTrainer
@@ -111,7 +112,7 @@ def make_run(
     sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
     (checkpoint / run_directory.MANIFEST).write_text(json.dumps({"bytes": sizes}))
     (run / run_directory.RECIPE).write_text(recipes.to_yaml(recipe))
-    (run / run_directory.TOKENIZER).write_bytes(tokenizer_file.read_bytes())
+    (run / run_directory.TOKENIZERS["sentencepiece"]).write_bytes(tokenizer_file.read_bytes())
     return run
 
 
@@ -302,7 +303,7 @@ def test_config_and_generation_config(tmp_path: Path, tokenizer_file: Path) -> N
     run = make_run(tmp_path / "run", tokenizer_file, model)
     small = tmp_path / "small.model"
     train_tokenizer([sample_corpus_path()], small, VOCAB_SIZE - 9, sample_bytes=200_000)
-    (run / run_directory.TOKENIZER).write_bytes(small.read_bytes())
+    (run / run_directory.TOKENIZERS["sentencepiece"]).write_bytes(small.read_bytes())
     export_llama(find_trained_model(run), tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     eod = load_tokenizer(small).eod_id
@@ -419,6 +420,68 @@ def test_tokenizers_without_an_exact_counterpart_are_refused(
     tokenizer = load_tokenizer(_sentencepiece(tmp_path / "tok.model", documents, **options))
     with pytest.raises(ValueError, match=message):
         check_convertible(tokenizer)
+
+
+@pytest.mark.parametrize("name", ["o200k_base", "cl100k_base"])
+def test_tiktoken_ranks_become_a_tokenizer_json(name: str, tmp_path: Path, documents: list[str]) -> None:
+    tokenizer = load_tokenizer(name)
+    check_convertible(tokenizer)
+    write_tokenizer(tokenizer, tmp_path, 64)
+    draw = random.Random(0)
+    # Runs and overlaps, where two merges to one token compete; scripts and odd characters, where patterns differ.
+    runs = ["".join(draw.choice(" -=a*\t\n.#A_0/") * draw.randint(1, 70) for _ in range(8)) for _ in range(400)]
+    everywhere = [
+        "".join(f"a{chr(c)}b {chr(c)}1'{chr(c)} " for c in range(s, s + 97)) for s in range(0, 0xD700, 97)
+    ]
+    beyond = ["".join(f"a{chr(c)}B {chr(c)}" for c in range(s, s + 50)) for s in range(0x10000, 0x1FC00, 499)]
+    texts = [*PROBES, *runs, *everywhere, *beyond, *documents[::40], "s'ſ 'S 'll 'LL" + " " * 5000 + "x"]
+    assert check_encoding(tmp_path, tokenizer, texts) > 300_000
+    exported = AutoTokenizer.from_pretrained(tmp_path)
+    assert exported.eos_token_id == tokenizer.eod_id == {"o200k_base": 199_999, "cl100k_base": 100_257}[name]
+    assert exported.decode([tokenizer.eod_id, *tokenizer.encode("hi")], skip_special_tokens=True) == "hi"
+    for token in (65_499, 65_500, 65_535, 65_536, 99_999, *((150_000, 199_997) if name == "o200k_base" else ())):
+        assert exported.convert_tokens_to_ids(exported.convert_ids_to_tokens(token)) == token
+        assert exported.decode([token]) == tokenizer.decode([token])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["o200k_base", "cl100k_base"])
+def test_tiktoken_export_on_all_of_the_sample_corpus(name: str, tmp_path: Path, documents: list[str]) -> None:
+    tokenizer = load_tokenizer(name)
+    write_tokenizer(tokenizer, tmp_path, 64)
+    points = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000]
+    everywhere = ["".join(f"a{c}b A{c} B1'{c} {c}" for c in points[start::4096]) for start in range(4096)]
+    check_encoding(tmp_path, tokenizer, [*documents, *everywhere])
+
+
+def test_a_tokenizer_json_is_exported_as_it_is(tmp_path: Path, documents: list[str]) -> None:
+    """Its truncation, and what it puts around a text, were not there in training."""
+    source = tmp_path / "tokenizer.json"
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore
+    bpe.decoder = tokenizers.decoders.ByteLevel()  # type: ignore
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        documents[:20],
+        tokenizers.trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False),  # type: ignore
+    )
+    bpe.add_special_tokens(["<s>", "<stop>", "</s>", "<pad>"])
+    bpe.enable_truncation(4)
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(  # type: ignore
+        single="<s> $A </s>", special_tokens=[("<s>", 600), ("</s>", 602)]
+    )
+    source.write_text(bpe.to_str())
+    for end, token in ((None, 602), ("<stop>", 601)):
+        tokenizer = load_tokenizer(source, end)
+        folder = tmp_path / f"hf{token}"
+        folder.mkdir()
+        write_tokenizer(tokenizer, folder, 64)
+        assert check_encoding(folder, tokenizer, [*PROBES, "<stop></s><s>", *documents[::40]]) > 100_000
+        exported = AutoTokenizer.from_pretrained(folder)
+        assert exported.eos_token_id == token == tokenizer.eod_id and exported.pad_token_id == 603
+        assert (
+            json.loads((folder / "tokenizer.json").read_text())["model"] == json.loads(source.read_text())["model"]
+        )
 
 
 def test_another_encoding_is_refused(tmp_path: Path, tokenizer_file: Path, documents: list[str]) -> None:

@@ -287,12 +287,14 @@ def test_changed_data_is_refused_at_a_resume(case: Case) -> None:
 def test_tokenizer_is_that_of_the_data_until_there_is_a_checkpoint(case: Case) -> None:
     """A run killed before its first checkpoint may start again on other data; its tokenizer must follow."""
     start_with(case)
-    kept = case.run_dir / run_directory.TOKENIZER
+    kept = case.run_dir / run_directory.TOKENIZERS["sentencepiece"]
     right = kept.read_bytes()
-    kept.write_bytes(b"of the data before")
+    kept.rename(case.run_dir / "tokenizer.json")  # it may have been of another kind
+    (case.run_dir / "tokenizer.json").write_bytes(b"of the data before")
     pretrain.main(case.arguments)
     job.write_run_dir(case.started[0])
-    assert kept.read_bytes() == right
+    assert kept.read_bytes() == right and run_directory.tokenizer_of(case.run_dir) == kept
+    assert not (case.run_dir / "tokenizer.json").exists()
     complete_checkpoint(case, 2, case.started[0].data.fingerprints)
     kept.write_bytes(b"of the checkpoint")
     pretrain.main(case.arguments)
@@ -394,7 +396,7 @@ def test_start_killed_while_it_describes_the_run_can_start_again(
     pretrain.main(case.arguments)
     job.write_run_dir(case.started[1])
     assert recipes.load(case.run_dir / run_directory.RECIPE) == checked.recipe
-    assert (case.run_dir / run_directory.TOKENIZER).is_file()
+    assert (case.run_dir / run_directory.TOKENIZERS["sentencepiece"]).is_file()
     assert json.loads((case.run_dir / run_directory.DS_CONFIG).read_text()) == checked.ds_config
 
 

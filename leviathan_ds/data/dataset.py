@@ -16,7 +16,7 @@ from megatron.core.datasets.utils import Split
 
 from data_prep.blend import load_blend
 from data_prep.errors import UserError
-from data_prep.files import bin_path, dataset_tokenizer_path, idx_path, manifest_path
+from data_prep.files import TokenizerKind, bin_path, dataset_tokenizer_path, idx_path, manifest_path
 from data_prep.indexed import check_dataset
 from data_prep.manifest import Manifest, load_manifest
 from leviathan_ds.config import DataConfig, Recipe
@@ -49,8 +49,12 @@ class CheckedData:
         return self.manifests[0].tokenizer.vocab_size
 
     @property
+    def tokenizer_kind(self) -> TokenizerKind:
+        return self.manifests[0].tokenizer.kind
+
+    @property
     def tokenizer_path(self) -> Path:
-        return dataset_tokenizer_path(self.prefixes[0])
+        return dataset_tokenizer_path(self.prefixes[0], self.tokenizer_kind)
 
 
 def check_data(config: DataConfig) -> CheckedData:

@@ -72,7 +72,12 @@ def held_out(data: Sequence[str], split: SplitName, config: DataConfig, train_da
         )
     samples = {part.name: open_part(config, part, None, Split.valid) for part in parts}
     frequencies = training_frequencies(train_data.train)
-    return HeldOut(samples, parts, load_tokenizer(dataset_tokenizer_path(parts[0].prefix)), frequencies)
+    return HeldOut(
+        samples,
+        parts,
+        load_tokenizer(dataset_tokenizer_path(parts[0].prefix, parts[0].manifest.tokenizer.kind)),
+        frequencies,
+    )
 
 
 def _parts(data: Sequence[str], split: SplitName, config: DataConfig) -> list[Part]:

@@ -1,14 +1,13 @@
-"""A SentencePiece BPE model as the files that `AutoTokenizer` loads, encoding exactly as SentencePiece does.
+"""A training tokenizer as the files that `AutoTokenizer` loads, encoding exactly as in training.
 
-transformers' own conversion of a bare tokenizer.model differs (it takes control tokens out of the text, among
-other things), so tokenizer.json is built here piece by piece, and `check_encoding` compares the two on real
-text before an export is published.
+transformers' own conversions differ: of a bare tokenizer.model (it takes control tokens out of the text, among
+other things), and of tiktoken's ranks (it puts end-of-text one id too low). So tokenizer.json is built here piece
+by piece, and `check_encoding` compares the two on real text before an export is published.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from tokenizers import AddedToken, decoders, models, normalizers
 
 from data_prep.errors import UserError
 from data_prep.tokenizers import Tokenizer
+from data_prep.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from data_prep.tokenizers.tiktoken_ranks import TiktokenTokenizer
 
 TOKENIZER_JSON, TOKENIZER_CONFIG, SENTENCEPIECE_MODEL = (
     "tokenizer.json",
@@ -38,6 +39,9 @@ PROBES = (
     "\n",
     "  two  spaces  ",
     "\n\n\tindented\r\n    more\n",
+    "<|endoftext|>",
+    "a<|endofprompt|>b <pad>[SEP]<eos>",
+    "I'll 'S it'ſ 1234567 CamelCASE ǅ e\u0301 x²³\u00a0\u2003\u3000 \x85.\r\n/\n\n//",
     "a literal <s> and </s> and <unk> in text",
     "</s>",
     "<s>",
@@ -53,24 +57,18 @@ PROBES = (
 
 def check_convertible(tokenizer: Tokenizer) -> None:
     """Raise UserError, naming the way out, for a tokenizer whose encoding cannot be rebuilt exactly."""
-    _convertible_proto(tokenizer)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        _convertible_proto(tokenizer)
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, model_max_length: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json and a copy of tokenizer.model into `folder`.
+    """Write tokenizer.json and tokenizer_config.json into `folder`, and tokenizer.model if that is what it is of.
 
     Raises UserError as `check_convertible` does.
     """
-    proto = _convertible_proto(tokenizer)
-    _build(proto).save(str(folder / TOKENIZER_JSON))
-    pieces = [piece.piece for piece in proto.pieces]
     config = {
         # By name, or AutoTokenizer takes the class of model_type "llama", which builds its own normaliser.
         "tokenizer_class": "PreTrainedTokenizerFast",
-        # A document follows the end of the one before: this is what the model saw in front of a text.
-        "bos_token": pieces[tokenizer.eod_id],
-        "eos_token": pieces[tokenizer.eod_id],
-        "unk_token": pieces[proto.trainer_spec.unk_id],
         "add_bos_token": False,
         "add_eos_token": False,
         # A literal `</s>` in a text is encoded as ordinary pieces, as in training.
@@ -78,10 +76,30 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, model_max_length: int) -
         "clean_up_tokenization_spaces": False,
         "model_max_length": model_max_length,
     }
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        proto = _convertible_proto(tokenizer)
+        _build(proto).save(str(folder / TOKENIZER_JSON))
+        (folder / SENTENCEPIECE_MODEL).write_bytes(tokenizer.content)
+        unknown = proto.trainer_spec.unk_id
+        names = {index: piece.piece for index, piece in enumerate(proto.pieces)}
+    else:
+        description = (
+            _byte_level_bpe(tokenizer)
+            if isinstance(tokenizer, TiktokenTokenizer)
+            else json.loads(tokenizer.content)
+        )
+        # What it may put around a text was not there in training.
+        description |= {"post_processor": None, "truncation": None, "padding": None}
+        (folder / TOKENIZER_JSON).write_text(json.dumps(description, ensure_ascii=False))
+        names = {token["id"]: token["content"] for token in description["added_tokens"]}
+        unknown = None
+    # A document follows the end of the one before: this is what the model saw in front of a text.
+    config["bos_token"] = config["eos_token"] = names[tokenizer.eod_id]
+    if unknown is not None:
+        config["unk_token"] = names[unknown]
     if tokenizer.pad_id is not None:
-        config["pad_token"] = pieces[tokenizer.pad_id]
+        config["pad_token"] = names[tokenizer.pad_id]
     (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-    shutil.copyfile(tokenizer.path, folder / SENTENCEPIECE_MODEL)
 
 
 def check_encoding(folder: Path, tokenizer: Tokenizer, texts: Iterable[str]) -> int:
@@ -114,13 +132,9 @@ def check_encoding(folder: Path, tokenizer: Tokenizer, texts: Iterable[str]) -> 
     return num_tokens
 
 
-def _convertible_proto(tokenizer: Tokenizer) -> Any:
-    if tokenizer.kind != "sentencepiece":
-        raise UserError(
-            f"{tokenizer.path}: a {tokenizer.kind} tokenizer cannot be exported yet, only SentencePiece"
-        )
+def _convertible_proto(tokenizer: SentencePieceTokenizer) -> Any:
     proto: Any = sentencepiece_model_pb2.ModelProto()  # pyright: ignore[reportAttributeAccessIssue]
-    proto.ParseFromString(tokenizer.path.read_bytes())
+    proto.ParseFromString(tokenizer.content)
     normalizer = proto.normalizer_spec
     user_defined = [piece.piece for piece in proto.pieces if piece.type == _USER_DEFINED]
     whole = [piece for piece in user_defined if len(piece) > 1]
@@ -189,3 +203,60 @@ def _merges(proto: Any) -> list[tuple[str, str]]:
             if left in normal and right in normal:
                 ranked.append((rank, normal[left][1], normal[right][1], left, right))
     return [(left, right) for *_, left, right in sorted(ranked)]
+
+
+def _byte_level_bpe(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
+    """tokenizer.json of tiktoken's ranks.
+
+    tiktoken joins the neighbours whose union has the lowest rank: so every way to make a token of two others is a
+    merge, in the order of the token's rank; and it takes a whole word that is a token at once (ignore_merges). The
+    special tokens stand in the vocabulary, because an added token that does not is given the first free id.
+    """
+    ranks = tokenizer.ranks
+    characters = _byte_characters()
+
+    def written(token: bytes) -> str:
+        return token.decode("latin-1").translate(characters)
+
+    merges = []
+    for token, rank in ranks.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ranks and right in ranks:
+                merges.append((rank, ranks[left], ranks[right], left, right))
+    byte_level = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": index, "content": name, "special": True, "normalized": False}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+            for name, index in tokenizer.special_tokens.items()
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {
+                    "type": "Split",
+                    "pattern": {"Regex": tokenizer.split_pattern},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+                {"type": "ByteLevel", **byte_level},
+            ],
+        },
+        "decoder": {"type": "ByteLevel", **byte_level},
+        "model": {
+            "type": "BPE",
+            "ignore_merges": True,
+            "vocab": {written(token): rank for token, rank in ranks.items()} | tokenizer.special_tokens,
+            "merges": [(written(left), written(right)) for *_, left, right in sorted(merges)],
+        },
+    }
+
+
+def _byte_characters() -> dict[int, str]:
+    """Byte → the character by which byte-level vocabularies write it: printable ones by themselves."""
+    printable = [byte for byte in range(256) if 33 <= byte <= 126 or (byte >= 161 and byte != 173)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

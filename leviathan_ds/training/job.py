@@ -220,8 +220,9 @@ def write_run_dir(job: Job) -> None:
     notes += [f"# {change} from step {job.first_step}" for change in job.changes]
     run_directory.write_text(recipe, "".join(note + "\n" for note in notes) + recipes.to_yaml(job.recipe))
     run_directory.write_text(job.run_dir / run_directory.DS_CONFIG, json.dumps(job.ds_config, indent=2) + "\n")
-    tokenizer = job.run_dir / run_directory.TOKENIZER
     # Without a checkpoint the data may still be others than at the first start, and so may their tokenizer.
-    if job.resume_from is None or not tokenizer.is_file():
-        with written_aside(tokenizer) as file:
+    if job.resume_from is None or run_directory.tokenizer_of(job.run_dir) is None:
+        for name in run_directory.TOKENIZERS.values():
+            (job.run_dir / name).unlink(missing_ok=True)
+        with written_aside(job.run_dir / run_directory.TOKENIZERS[job.data.tokenizer_kind]) as file:
             file.write(job.data.tokenizer_path.read_bytes())

@@ -30,7 +30,7 @@ from leviathan_ds.training.whole_state import STATE_KEYS, UNIVERSAL, open_state
 _DESCRIPTION = (
     run_directory.RECIPE,
     run_directory.DS_CONFIG,
-    run_directory.TOKENIZER,
+    *run_directory.TOKENIZERS.values(),
     run_directory.STARTS,
     run_directory.METRICS,
     run_directory.FAULTS,

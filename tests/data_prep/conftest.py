@@ -1,6 +1,5 @@
-"""Fixtures: one small tokenizer and one small dataset for the whole session."""
+"""Fixtures by data_prep's names; the small tokenizer and dataset are those of tests/conftest.py."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,7 @@ import orjson
 import pytest
 from pile_texts import TINY
 
-from data_prep.preprocess import preprocess
 from data_prep.tokenizers import Tokenizer, load_tokenizer
-from data_prep.train_tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -20,10 +17,8 @@ def tiny_records() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer") / "tok.model"
-    train_tokenizer([TINY], path, vocab_size=600)
-    return path
+def tokenizer_path(corpus_tokenizer: Path) -> Path:
+    return corpus_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -32,18 +27,15 @@ def tokenizer(tokenizer_path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def tiny_dataset(tmp_path_factory: pytest.TempPathFactory, tokenizer_path: Path) -> Path:
+def tiny_dataset(corpus: Path) -> Path:
     """The prefix of a dataset of the tiny corpus; not to be changed."""
-    prefix = tmp_path_factory.mktemp("dataset") / "tiny"
-    preprocess([TINY], tokenizer_path, prefix)
-    return prefix
+    return corpus
 
 
 @pytest.fixture
-def dataset_copy(tmp_path: Path, tiny_dataset: Path) -> Path:
+def dataset_copy(corpus_copy: Callable[..., Path]) -> Path:
     """The prefix of a copy of it that a test may damage."""
-    shutil.copytree(tiny_dataset.parent, tmp_path / "copy")
-    return tmp_path / "copy" / tiny_dataset.name
+    return corpus_copy()
 
 
 @pytest.fixture

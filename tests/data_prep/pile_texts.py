@@ -2,8 +2,16 @@
 
 from pathlib import Path
 
+from data_prep.files import dataset_tokenizer_path
+
 TINY = Path(__file__).parent / "minipile_tiny.jsonl"
 """35 short documents of the sample corpus."""
+
+
+def tokenizer_copy(prefix: Path) -> Path:
+    """The tokenizer beside a dataset of the SentencePiece fixture."""
+    return dataset_tokenizer_path(prefix, "sentencepiece")
+
 
 CONTROL_LOOKALIKES = ["</s>", "<s>", "<unk>", "<pad>", "<|endoftext|>", "<0x41>", "a</s>b", " </s>\n<s>"]
 HARD_TEXTS = [

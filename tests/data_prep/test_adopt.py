@@ -38,7 +38,7 @@ def test_adopted_dataset_is_verified_and_counted(tmp_path: Path, tokenizer: Toke
     assert manifest.dtype == np.dtype(dtype).name
     assert (manifest.documents, manifest.tokens) == (3, sum(map(len, encoded(tokenizer))))
     assert manifest.text_bytes == sum(len(text.encode()) for text in TEXTS)
-    assert dataset_tokenizer_path(prefix).read_bytes() == tokenizer.path.read_bytes()
+    assert dataset_tokenizer_path(prefix, "sentencepiece").read_bytes() == tokenizer.path.read_bytes()
     assert before == (bin_path(prefix).read_bytes(), idx_path(prefix).read_bytes())
     with pytest.raises(UserError, match=r"exists already"):
         adopt(prefix, tokenizer.path)
@@ -63,7 +63,7 @@ def test_refused_dataset_gets_no_manifest(tmp_path: Path, tokenizer: Tokenizer, 
     with pytest.raises(UserError, match=words):
         adopt(prefix, tokenizer.path)
     assert not manifest_path(prefix).exists()
-    assert not dataset_tokenizer_path(prefix).exists()
+    assert not dataset_tokenizer_path(prefix, "sentencepiece").exists()
 
 
 def test_command_line(tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:

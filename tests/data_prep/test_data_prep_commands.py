@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from data_prep import preprocess, train_tokenizer, verify
+from data_prep import blend, merge, preprocess, train_tokenizer, verify
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "deepspeed", "megatron", "transformers", "sentencepiece", "rich")
 
 
-@pytest.mark.parametrize("name", ["train_tokenizer", "preprocess", "verify"])
+@pytest.mark.parametrize("name", ["train_tokenizer", "preprocess", "merge", "blend", "verify"])
 def test_help_is_fast_and_imports_nothing_heavy(name: str):
     command = [sys.executable, "-X", "importtime", "-m", f"data_prep.{name}", "--help"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -25,7 +25,7 @@ def test_help_is_fast_and_imports_nothing_heavy(name: str):
     assert cpu_s < 0.8
     assert f"usage: python -m data_prep.{name}" in result.stdout and "None" not in result.stdout
     imported = {line.rsplit("|")[-1].strip().split(".")[0] for line in result.stderr.splitlines()}
-    assert "numpy" in imported or name == "train_tokenizer"
+    assert "numpy" in imported or name in ("train_tokenizer", "blend")
     assert imported.isdisjoint(HEAVY)
 
 
@@ -37,6 +37,8 @@ def test_help_is_fast_and_imports_nothing_heavy(name: str):
         (preprocess, ["--input", "x", "--tokenizer", "t", "--output_prefix", "p", "--workers", "0"]),
         (preprocess, ["--input", "x", "--tok", "t", "--output_prefix", "p"]),
         (verify, []),
+        (merge, []),
+        (blend, ["--datasets", "x", "--output", "y", "--blend_weights", "guess"]),
     ],
 )
 def test_wrong_options_are_one_line(module, arguments: list[str], capsys: pytest.CaptureFixture[str]):

@@ -69,7 +69,7 @@ def test_positions_past_2_to_the_31(tmp_path: Path):
     lengths[3] = (1 << 31) - 1
     for dtype in (np.dtype("<u2"), np.dtype("<i4")):
         ours = io.BytesIO()
-        write_index(ours, lengths, dtype)
+        write_index(ours, [lengths[:2], lengths[2:]], dtype)
         with megatron._IndexWriter(str(tmp_path / "d.idx"), dtype.type) as writer:
             writer.write(lengths, None, list(range(7)))
         assert ours.getvalue() == (tmp_path / "d.idx").read_bytes()
@@ -85,7 +85,7 @@ def test_index_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for count in (3, 4, 5, 8, 11):
         lengths = np.arange(1, count + 1, dtype=np.int32)
         ours = io.BytesIO()
-        write_index(ours, lengths, np.dtype("<u2"))
+        write_index(ours, [lengths], np.dtype("<u2"))
         with megatron._IndexWriter(str(tmp_path / "d.idx"), np.uint16) as writer:
             writer.write(lengths, None, list(range(count + 1)))
         assert ours.getvalue() == (tmp_path / "d.idx").read_bytes()

@@ -2,12 +2,12 @@
 
 import errno
 import hashlib
-import multiprocessing
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,24 +17,25 @@ import numpy as np
 import orjson
 import psutil
 import pytest
+import tokenizers
 import torch
 from megatron.core.datasets import indexed_dataset as megatron
-from pile_texts import TINY
+from pile_texts import TINY, tokenizer_copy
 from sentencepiece import SentencePieceProcessor
 
-from data_prep.batches import EncodeOptions
-from data_prep.encode import SourceReader, WorkerDied, _ordered_answers, encode_sources
 from data_prep.errors import UserError
 from data_prep.files import bin_path, dataset_tokenizer_path, idx_path, manifest_path
+from data_prep.indexed import IndexedReader
 from data_prep.manifest import load_manifest
 from data_prep.preprocess import main, preprocess
+from data_prep.tokenizers import load_tokenizer
 from data_prep.verify import verify
 
 ROOT = Path(__file__).parents[2]
 
 
 def files_of(prefix: Path) -> dict[str, bytes]:
-    return {make.__name__: make(prefix).read_bytes() for make in (bin_path, idx_path, dataset_tokenizer_path)}
+    return {make.__name__: make(prefix).read_bytes() for make in (bin_path, idx_path, tokenizer_copy)}
 
 
 def test_equal_to_megatron_and_sentencepiece(
@@ -48,8 +49,8 @@ def test_equal_to_megatron_and_sentencepiece(
     builder.finalize(str(tmp_path / "d.idx"))
     assert bin_path(tiny_dataset).read_bytes() == (tmp_path / "d.bin").read_bytes()
     assert idx_path(tiny_dataset).read_bytes() == (tmp_path / "d.idx").read_bytes()
-    assert dataset_tokenizer_path(tiny_dataset).read_bytes() == tokenizer_path.read_bytes()
-    assert len(list(tiny_dataset.parent.iterdir())) == 4
+    assert tokenizer_copy(tiny_dataset).read_bytes() == tokenizer_path.read_bytes()
+    assert len([path for path in tiny_dataset.parent.iterdir() if path.is_file()]) == 5
 
 
 def test_manifest_says_what_is_there(tiny_dataset: Path, tokenizer_path: Path, tiny_records: list[Any]):
@@ -68,19 +69,34 @@ def test_manifest_says_what_is_there(tiny_dataset: Path, tokenizer_path: Path, t
         texts = [r["text"] for r in tiny_records if r["meta"]["pile_set_name"] == name]
         assert (counts.documents, counts.bytes) == (len(texts), sum(len(text.encode()) for text in texts))
     assert sum(counts.tokens for counts in manifest.domains.values()) == manifest.tokens
-    assert manifest.skipped == {}
-    for file in (manifest.bin, manifest.idx):
+    assert manifest.skipped == {} and manifest.subset is None
+    assert manifest.options["text_key"] == "text" and manifest.options["split"] is None
+    lengths = np.fromfile(idx_path(tiny_dataset), "<i4", 35, offset=34)
+    assert manifest.lengths is not None
+    assert (manifest.lengths.min, manifest.lengths.max) == (lengths.min(), lengths.max())
+    assert (manifest.lengths.mean, manifest.lengths.median) == (lengths.mean(), np.median(lengths))
+    assert sum(manifest.lengths.histogram.values()) == 35
+    for power, count in manifest.lengths.histogram.items():
+        assert count == sum(int(power) <= length < 2 * int(power) for length in lengths)
+    assert manifest.token_counts is not None
+    for file in (manifest.bin, manifest.idx, manifest.token_counts):
         content = (tiny_dataset.parent / file.name).read_bytes()
         assert (file.bytes, file.sha256) == (len(content), hashlib.sha256(content).hexdigest())
 
 
-def test_output_does_not_depend_on_workers_or_batches(
-    tmp_path: Path, tiny_dataset: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_output_does_not_depend_on_workers_or_shards(
+    tmp_path: Path,
+    tiny_dataset: Path,
+    tokenizer_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int,
 ):
-    monkeypatch.setattr("data_prep.encode._BATCH_LINES", 3)
-    manifest = preprocess([TINY], tokenizer_path, tmp_path / "tiny", workers=3)
+    monkeypatch.setattr("data_prep.sources.shards._LEAST_SHARD_BYTES", 10_000)
+    manifest = preprocess([TINY], tokenizer_path, tmp_path / "tiny", workers=workers)
     assert files_of(tmp_path / "tiny") == files_of(tiny_dataset)
     assert manifest == load_manifest(tiny_dataset)
+    assert verify(tmp_path / "tiny") == manifest
 
 
 def test_files_in_order_blanks_counted(tmp_path: Path, tokenizer_path: Path, write_jsonl: Any):
@@ -116,7 +132,7 @@ def test_a_full_disk_is_named(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("data_prep.indexed.os.fsync", full)
+    monkeypatch.setattr("data_prep.joining.os.fsync", full)
     source = write_jsonl([{"text": "a"}])
     command = ["--input", str(source), "--tokenizer", str(tokenizer_path), "--output_prefix", str(tmp_path / "d")]
     assert main(command) == 2
@@ -147,13 +163,17 @@ def test_bad_input_leaves_no_file(
     assert list(output.parent.iterdir()) == []
 
 
-def test_line_number_in_a_later_batch(
+def test_first_bad_line_of_the_input_is_named(
     tmp_path: Path, tokenizer_path: Path, write_jsonl: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("data_prep.encode._BATCH_LINES", 3)
-    source = write_jsonl([{"text": "a"}] * 9 + [b"{bad", {"text": "b"}, b"{worse"])
-    with pytest.raises(UserError, match="line 10: broken JSON"):
-        preprocess([source], tokenizer_path, tmp_path / "d", workers=2)
+    """Shards are read at once; the later ones here fail sooner."""
+    monkeypatch.setattr("data_prep.sources.shards._LEAST_SHARD_BYTES", 20_000)
+    long = {"text": "a b c\n" * 3000}
+    source = write_jsonl([long] * 9 + [b"{bad"] + [b"{worse"] * 9000)
+    with pytest.raises(UserError, match=r"line 10: broken JSON") as error:
+        preprocess([source], tokenizer_path, tmp_path / "d", workers=3)
+    finished = len(list((tmp_path / "d.parts").glob("0*.json")))
+    assert f"{finished} of " in error.value.__notes__[0] and "goes on from there" in error.value.__notes__[0]
 
 
 def test_truncated_source_fails_or_is_counted(tmp_path: Path, tokenizer_path: Path, tiny_records: list[Any]):
@@ -207,10 +227,50 @@ def test_summary_and_skipped_are_printed(tmp_path: Path, tokenizer_path: Path, w
     assert "Domain A" in output and "total" in output and "skipped 1: empty_text" in output
 
 
-def test_fifty_megabyte_document_passes_the_pipes(tmp_path: Path, tokenizer_path: Path, write_jsonl: Any):
-    """Far beyond a pipe's buffer, both ways, with other batches around it."""
+def test_fifty_megabyte_document(tmp_path: Path, tokenizer_path: Path, write_jsonl: Any):
+    """Far beyond a shard, a batch and a pipe's buffer, with other documents around it."""
     source = write_jsonl([{"text": "a"}, {"text": "a\n" * 5_000_000}, {"text": "b"}])
     assert preprocess([source], tokenizer_path, tmp_path / "d", workers=2).text_bytes == 10_000_002
+    assert verify(tmp_path / "d").documents == 3
+
+
+@pytest.mark.parametrize("backend", ["reference", "gigatoken"])
+def test_o200k_from_text_to_dataset(tmp_path: Path, tiny_dataset: Path, tiny_records: list[Any], backend: Any):
+    """Ids past 65,535, a copy of the ranks beside it, and no trace of the dataset that it replaces."""
+    shutil.copytree(tiny_dataset.parent, tmp_path / "copy")
+    prefix = tmp_path / "copy" / tiny_dataset.name
+    source = tmp_path / "more.jsonl"
+    rare = "<|endoftext|> 漢字 🙂 \u0e44\u0e17\u0e22" + " " * 1_000_000 + "x"
+    source.write_bytes(TINY.read_bytes() + orjson.dumps({"text": rare}) + b"\n")
+    with pytest.raises(UserError, match=r"exists already"):
+        preprocess([source], "o200k_base", prefix, tokenizer_backend=backend)
+    manifest = preprocess([source], "o200k_base", prefix, tokenizer_backend=backend, overwrite=True)
+    assert verify(prefix) == manifest
+    info = manifest.tokenizer
+    assert (info.kind, info.vocab_size, info.eod_id) == ("tiktoken", 200_019, 199_999)
+    assert info.file == "tiny.tokenizer.tiktoken" and not tokenizer_copy(prefix).exists()
+    assert manifest.dtype == "int32"
+    reader = IndexedReader(prefix)
+    tokenizer = load_tokenizer(dataset_tokenizer_path(prefix, "tiktoken"))
+    texts = [record["text"] for record in tiny_records] + [rare]
+    for ids, text in zip(reader, texts, strict=True):
+        assert tokenizer.decode(ids.tolist()) == text and ids[-1] == 199_999
+    assert (reader.tokens > 65_535).sum() > len(texts)
+
+
+def test_a_tokenizer_that_does_not_load_leaves_nothing(tmp_path: Path, capsys: Any):
+    output = tmp_path / "out"
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "bare.json").write_text(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
+    for arguments, message in (
+        (["--tokenizer", "p50k_base"], "no such tokenizer"),
+        (["--tokenizer", str(tmp_path / "empty")], "is empty"),
+        (["--tokenizer", str(tmp_path / "bare.json")], "has no end-of-document token"),
+        (["--tokenizer", str(tmp_path / "bare.json"), "--eod_token", "</s>"], "is not in it"),
+    ):
+        assert main(["--input", str(TINY), "--output_prefix", str(output / "d"), *arguments]) == 2
+        errors = capsys.readouterr().err.splitlines()
+        assert len(errors) == 1 and message in errors[0] and not output.exists()
 
 
 # --- processes that die ---
@@ -224,29 +284,6 @@ def endless_source(tmp_path: Path) -> Path:
     return path
 
 
-def test_worker_killed_in_the_middle(tokenizer_path: Path, endless_source: Path):
-    options = EncodeOptions(tokenizer_path, "text", "meta.pile_set_name", "fail")
-    batches = encode_sources(SourceReader([endless_source], skip_damaged=False), options, workers=2)
-    next(batches)
-    victim = psutil.Process().children()[0]
-    victim.kill()
-    start = time.monotonic()
-    with pytest.raises(WorkerDied, match=rf"process {victim.pid}\) was killed by SIGKILL while encoding .*"):
-        for _ in batches:
-            pass
-    assert time.monotonic() - start < 5
-    assert psutil.Process().children() == []
-
-
-def test_abandoned_pool_ends_its_workers(tokenizer_path: Path, endless_source: Path):
-    options = EncodeOptions(tokenizer_path, "text", "meta.pile_set_name", "fail")
-    batches = encode_sources(SourceReader([endless_source], skip_damaged=False), options, workers=1)
-    next(batches)
-    assert len(psutil.Process().children()) == 1
-    batches.close()
-    assert psutil.Process().children() == []
-
-
 def _listen_to_ctrl_c() -> None:
     """A job in the background of a shell, as the whole test run may be, ignores SIGINT; so would its children."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -254,7 +291,7 @@ def _listen_to_ctrl_c() -> None:
 
 @pytest.fixture
 def running(tmp_path: Path, tokenizer_path: Path, endless_source: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command line in the middle of its work, with its partial files and two workers."""
+    """The command line in the middle of its first shards, with two workers."""
     command = [sys.executable, "-m", "data_prep.preprocess", "--input", str(endless_source), "--workers", "2"]
     command += ["--tokenizer", str(tokenizer_path), "--output_prefix", str(tmp_path / "out" / "d")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -266,8 +303,7 @@ def running(tmp_path: Path, tokenizer_path: Path, endless_source: Path) -> Itera
         preexec_fn=_listen_to_ctrl_c,  # noqa: PLW1509 - it calls nothing that a thread could hold
     ) as process:
         deadline = time.monotonic() + 20
-        partial = tmp_path / "out" / "d.bin.partial"
-        while not (partial.exists() and partial.stat().st_size > 0):
+        while len(list((tmp_path / "out" / "d.parts").glob("*.part.partial"))) < 2:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
         yield process
@@ -293,9 +329,17 @@ def test_stopped_command_leaves_nothing(
 
 
 def test_command_whose_worker_is_killed(running: subprocess.Popen[str], tmp_path: Path):
-    psutil.Process(running.pid).children()[1].kill()
+    victim = psutil.Process(running.pid).children()[1]
+    start = time.monotonic()
+    victim.kill()
     errors = running.communicate(timeout=10)[1].splitlines()
-    assert len(errors) == 1 and errors[0].startswith("error: worker ") and "SIGKILL" in errors[0]
+    assert time.monotonic() - start < 3
+    assert len(errors) == 1
+    assert re.match(
+        rf"error: worker . \(process {victim.pid}\) was killed by SIGKILL while encoding shard \d+ "
+        r"\(.*long\.jsonl from [\d,]+\); out of memory\? try fewer --workers",
+        errors[0],
+    )
     assert running.returncode == 1
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -309,32 +353,10 @@ def test_killed_command_leaves_no_worker_and_the_next_run_succeeds(
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert alive == []
     assert not manifest_path(tmp_path / "out" / "d").exists()
-    preprocess([TINY], tokenizer_path, tmp_path / "out" / "d")
-    assert len(list((tmp_path / "out").iterdir())) == 4
+    with pytest.raises(
+        UserError, match=r"d\.parts: holds parts of another run, which differs in the inputs: .*long"
+    ):
+        preprocess([TINY], tokenizer_path, tmp_path / "out" / "d")
+    preprocess([TINY], tokenizer_path, tmp_path / "out" / "d", overwrite=True)
+    assert len(list((tmp_path / "out").iterdir())) == 5
     assert orjson.loads(manifest_path(tmp_path / "out" / "d").read_bytes())["documents"] == 35
-
-
-class SlowFirst:
-    """A worker in this process that answers the first batch late and every other one at once."""
-
-    def __init__(self) -> None:
-        self.connection, self._theirs = multiprocessing.Pipe()
-        self.position = -1
-
-    def hand_out(self, position: int, batch: object) -> None:
-        self.position = position
-        threading.Timer(0.3 if position == 0 else 0.0, self._theirs.send, [batch]).start()
-
-    def take_back(self) -> tuple[int, object]:
-        position, self.position = self.position, -1
-        return position, self.connection.recv()
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_one_slow_batch_does_not_stall_the_others(workers: int):
-    """The window fills up behind the slowest batch; when it comes, reading must go on."""
-    batches = [f"batch {i}" for i in range(40)]
-    pool = [SlowFirst() for _ in range(workers)]
-    answers = _ordered_answers(iter(batches), pool)  # pyright: ignore[reportArgumentType]
-    assert list(answers) == batches

@@ -8,9 +8,15 @@ from pathlib import Path
 import numpy as np
 import orjson
 import pytest
-from pile_texts import TINY
+from pile_texts import TINY, tokenizer_copy
 
-from data_prep.files import bin_path, dataset_tokenizer_path, file_digest, idx_path, manifest_path
+from data_prep.files import (
+    bin_path,
+    file_digest,
+    idx_path,
+    manifest_path,
+    token_counts_path,
+)
 from data_prep.indexed import write_index
 from data_prep.manifest import DataFile, Manifest, content_fingerprint, load_manifest
 from data_prep.train_tokenizer import train_tokenizer
@@ -42,7 +48,7 @@ def lengths_of(prefix: Path) -> np.ndarray:
 def test_a_whole_dataset_passes(tiny_dataset: Path, capsys: pytest.CaptureFixture[str]):
     assert main([str(tiny_dataset)]) == 0
     output = capsys.readouterr().out
-    for path in (bin_path, idx_path, dataset_tokenizer_path, manifest_path):
+    for path in (bin_path, idx_path, tokenizer_copy, token_counts_path, manifest_path):
         assert str(path(tiny_dataset)) in output
     assert "35 documents" in output
 
@@ -54,7 +60,7 @@ def test_failure_is_one_line_and_status_2(dataset_copy: Path, capsys: pytest.Cap
     assert len(errors) == 1 and errors[0].startswith("error: ") and "tiny.bin: its sha256" in errors[0]
 
 
-@pytest.mark.parametrize("make", [bin_path, idx_path, dataset_tokenizer_path, manifest_path])
+@pytest.mark.parametrize("make", [bin_path, idx_path, tokenizer_copy, token_counts_path, manifest_path])
 def test_missing_and_cut_files_are_named(dataset_copy: Path, make: Callable[[Path], Path]):
     path = make(dataset_copy)
     content = path.read_bytes()
@@ -69,7 +75,7 @@ def test_missing_and_cut_files_are_named(dataset_copy: Path, make: Callable[[Pat
 def test_files_of_another_dataset_with_the_same_sizes(dataset_copy: Path):
     lengths = lengths_of(dataset_copy)
     with idx_path(dataset_copy).open("wb") as file:
-        write_index(file, lengths[::-1], np.dtype("<u2"))
+        write_index(file, [lengths[::-1]], np.dtype("<u2"))
     with pytest.raises(ValueError, match=r"tiny\.idx: its sha256"):
         verify(dataset_copy)
 
@@ -126,7 +132,7 @@ def test_index_that_does_not_follow_from_its_lengths(dataset_copy: Path):
 
 
 def test_another_tokenizer_beside_it(dataset_copy: Path):
-    train_tokenizer([TINY], dataset_tokenizer_path(dataset_copy), vocab_size=590)
+    train_tokenizer([TINY], tokenizer_copy(dataset_copy), vocab_size=590)
     with pytest.raises(ValueError, match=r"tiny\.tokenizer\.model: its fingerprint is"):
         verify(dataset_copy)
 
