@@ -90,6 +90,16 @@ def test_near_duplicates_are_those_of_a_similarity_above_the_threshold(write_jso
     assert kept(path, EXACT, shard_bytes) == texts
 
 
+def test_candidates_below_the_threshold_stay(write_jsonl: Any):
+    """At 0.9 the index proposes about every seventh pair of similarity 0.75."""
+    texts = []
+    for seed in range(60):
+        base = words(seed)
+        texts += [" ".join(base), " ".join([*base[:-28], *words(1000 + seed, 28)])]
+    assert all(0.7 < jaccard(*pair) < 0.8 for pair in zip(texts[::2], texts[1::2], strict=True))
+    assert kept(write_jsonl([{"text": text} for text in texts]), DuplicateOptions("near", 0.9), 1 << 20) == texts
+
+
 def test_what_the_filter_refuses_does_not_stand_for_its_duplicates(write_jsonl: Any, tmp_path: Path):
     (tmp_path / "choose.py").write_text("def later(text, domain, record): return record['n'] > 0\n")
     path = write_jsonl([{"text": "a", "n": n} for n in range(3)])

@@ -217,6 +217,16 @@ def test_columns_give_the_documents_of_jsonl(
 
 
 @pytest.mark.parametrize("write", COLUMNS)
+def test_places_count_rows_over_batches_and_groups(tmp_path: Path, write: Writer):
+    path = write(tmp_path, [{"text": f"{number}"} for number in range(1500)])
+    for shard_bytes in (100, 1 << 30):
+        found = placed(plan_shards(expand_inputs([path]), shard_bytes=shard_bytes))
+        assert [(place, item.text) for place, item in found if isinstance(item, Document)] == [
+            (f"{path}: row {number}", f"{number}") for number in range(1500)
+        ]
+
+
+@pytest.mark.parametrize("write", COLUMNS)
 def test_rows_without_text(tmp_path: Path, write: Writer):
     path = write(tmp_path, [{"text": "a"}, {"text": ""}, {"text": None}, {"text": " "}])
     shards = plan_shards(expand_inputs([path]))
