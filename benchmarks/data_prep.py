@@ -1,7 +1,7 @@
 """End-to-end rate of data_prep.preprocess against the tokenizer's bare loop, and its memory.
 
-    python benchmarks/data_prep.py --tokenizer TOKENIZER --text TEXT.jsonl [--workers 1 2] [--repeats 3]
-    python benchmarks/data_prep.py --tokenizer TOKENIZER --memory [--documents 100_000 5_000_000]
+    python benchmarks/data_prep.py --tokenizer o200k_base --text TEXT.jsonl [--tokenizer_backend gigatoken]
+    python benchmarks/data_prep.py --tokenizer o200k_base --memory [--documents 100_000 5_000_000]
 
 The first: whole commands, start-up included, take turns with a loop in this process that encodes the same texts
 one by one and keeps nothing. Targets on 179 MB of text in 32,454 documents: one worker at least 0.90 of the bare
@@ -33,7 +33,7 @@ from data_prep.tokenizers import load_tokenizer  # noqa: E402
 BARE = "bare loop"
 
 
-def command(tokenizer: Path, source: Path, folder: Path, workers: int) -> list[str]:
+def command(tokenizer: str, backend: str, source: Path, folder: Path, workers: int) -> list[str]:
     options = [
         "--input",
         source,
@@ -46,7 +46,7 @@ def command(tokenizer: Path, source: Path, folder: Path, workers: int) -> list[s
     return [sys.executable, "-m", "data_prep.preprocess", *map(str, options), "--workers", str(workers)]
 
 
-def bare_loop(tokenizer_path: Path, source: Path) -> tuple[Callable[[], None], int]:
+def bare_loop(tokenizer_path: str, source: Path) -> tuple[Callable[[], None], int]:
     """(the loop, the bytes of its texts)."""
     tokenizer = load_tokenizer(tokenizer_path)
     texts = [document.text for document in iter_documents([source])]
@@ -58,11 +58,11 @@ def bare_loop(tokenizer_path: Path, source: Path) -> tuple[Callable[[], None], i
     return loop, sum(len(text.encode()) for text in texts)
 
 
-def throughput(tokenizer: Path, source: Path, workers: list[int], repeats: int, folder: Path) -> None:
+def throughput(tokenizer: str, backend: str, source: Path, workers: list[int], repeats: int, folder: Path) -> None:
     loop, num_bytes = bare_loop(tokenizer, source)
     arms: dict[str, Callable[[], object]] = {BARE: loop}
     for count in workers:
-        arguments = command(tokenizer, source, folder, count)
+        arguments = command(tokenizer, backend, source, folder, count)
         arms[f"{count} workers"] = lambda arguments=arguments: subprocess.run(
             arguments, check=True, stdout=subprocess.DEVNULL
         )
@@ -70,7 +70,8 @@ def throughput(tokenizer: Path, source: Path, workers: list[int], repeats: int, 
     for arm, seconds in times.items():
         report(
             "data_prep",
-            tokenizer=tokenizer.name,
+            tokenizer=tokenizer,
+            backend=backend,
             arm=arm,
             seconds=statistics.median(seconds),
             mb_per_s=num_bytes / MB / statistics.median(seconds),
@@ -79,13 +80,13 @@ def throughput(tokenizer: Path, source: Path, workers: list[int], repeats: int, 
         )
 
 
-def memory(tokenizer: Path, documents: list[int], folder: Path) -> None:
+def memory(tokenizer: str, backend: str, documents: list[int], folder: Path) -> None:
     for count in documents:
         source = folder / "tiny.jsonl"
         with source.open("w") as file:
             file.writelines(f'{{"text": "tiny document {number}"}}\n' for number in range(count))
         start = time.perf_counter()
-        parent, worker = peak_resident_bytes(command(tokenizer, source, folder, workers=2))
+        parent, worker = peak_resident_bytes(command(tokenizer, backend, source, folder, workers=2))
         report(
             "data_prep_memory",
             documents=count,
@@ -114,7 +115,10 @@ def peak_resident_bytes(arguments: list[str]) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--tokenizer", required=True, help="a file, or o200k_base")
+    parser.add_argument(
+        "--tokenizer_backend", default="reference", help="of the commands; the loop is the reference's"
+    )
     parser.add_argument("--text", type=Path)
     parser.add_argument("--workers", type=positive_int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=positive_int, default=3)
@@ -125,9 +129,16 @@ def main() -> None:
         parser.error("give --text, or --memory")
     with tempfile.TemporaryDirectory(prefix="data_prep_") as folder:
         if options.text:
-            throughput(options.tokenizer, options.text, options.workers, options.repeats, Path(folder))
+            throughput(
+                options.tokenizer,
+                options.tokenizer_backend,
+                options.text,
+                options.workers,
+                options.repeats,
+                Path(folder),
+            )
         if options.memory:
-            memory(options.tokenizer, options.documents, Path(folder))
+            memory(options.tokenizer, options.tokenizer_backend, options.documents, Path(folder))
 
 
 if __name__ == "__main__":

@@ -40,9 +40,10 @@ def join_tiny_documents(folder: Path, num_parts: int) -> tuple[Path, int]:
 
 def test_memory_of_the_join_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("data_prep.indexed._BLOCK_DOCUMENTS", DOCUMENTS)
+    monkeypatch.setattr("data_prep.joining._THREADS", 1)  # each holds a block
     _, few = join_tiny_documents(tmp_path / "few", 2)
-    prefix, many = join_tiny_documents(tmp_path / "many", 20)  # 2 million documents: 40 MB of index
-    assert many < few + 4 * DOCUMENTS and many < 100 << 20
+    prefix, many = join_tiny_documents(tmp_path / "many", 20)  # an index of 40 MB
+    assert many < few + 4 * DOCUMENTS and many < 20 << 20
     reader = IndexedReader(prefix)
     assert len(reader) == 20 * DOCUMENTS and reader[1_234_567].tolist() == [34_567 + 3, 2]
     with pytest.raises(ValueError, match="tokenizer"):  # all but the tokenizer, which is none, is right
