@@ -73,6 +73,12 @@ class TrainerState:
     data_fingerprints: list[str]
     wandb_id: str | None
     guard: dict[str, Any] = field(default_factory=dict)  # training/faults.StepGuard.state
+    imported_from: str | None = None  # the model whose weights the run began with; at step 0 there is nothing else
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether nothing was trained yet: no optimizer states and no random states."""
+        return self.step == 0 and self.imported_from is not None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -82,3 +82,33 @@ def one_rank() -> Iterator[None]:
     topology.initialize(1)
     yield
     topology.shutdown()
+
+
+# ---- the sample corpus, for exports ----
+
+
+@pytest.fixture(scope="session")
+def sample_documents() -> list[str]:
+    from data_prep.sample import sample_corpus_path
+    from data_prep.sources import iter_documents
+
+    return [document.text for document in iter_documents([sample_corpus_path()])]
+
+
+@pytest.fixture(scope="session")
+def sample_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SentencePiece model of 509 pieces, of the sample corpus."""
+    from data_prep.sample import sample_corpus_path
+    from data_prep.train_tokenizer import train_tokenizer
+
+    path = tmp_path_factory.mktemp("tokenizer") / "tok.model"
+    train_tokenizer([sample_corpus_path()], path, 509, sample_bytes=200_000)
+    return path
+
+
+@pytest.fixture
+def little_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every export checks its tokenizer on real text; tests/test_export_tokenizer.py does so at length."""
+    from leviathan_ds.export import verify
+
+    monkeypatch.setattr(verify, "TEXT_CHARACTERS", 100_000)

@@ -17,9 +17,9 @@ import torch
 import yaml
 from distributed_cases import Case, evaluation_run
 from evaluation_cases import Layout, evaluated
+from exports import MODEL, make_run
 from megatron.core.datasets.utils import Split
 from run_cases import whole_run
-from test_export import MODEL, make_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.preprocess import preprocess
@@ -32,7 +32,7 @@ from leviathan_ds.data.dataset import check_data
 from leviathan_ds.data.index import open_part
 from leviathan_ds.evaluation.frequency import deciles, training_frequencies
 from leviathan_ds.evaluation.scores import Score, blended
-from leviathan_ds.export.publish import export_llama
+from leviathan_ds.export.publish import export as publish
 from leviathan_ds.parallel import topology
 from leviathan_ds.trained_model import find_trained_model
 
@@ -69,7 +69,7 @@ def other(run: Path, corpus_tokenizer: Path, data: DataConfig) -> Path:
 @pytest.fixture(scope="module")
 def export(run: Path) -> Path:
     with one_rank_alone():
-        export_llama(find_trained_model(run), run.parent / "hf", text=Path(__file__))
+        publish(find_trained_model(run), run.parent / "hf", text=Path(__file__))
     return run.parent / "hf"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_export import MODEL, make_run, trainer_model
+from exports import MODEL, make_run, trainer_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launchers import generate as launcher
@@ -22,7 +22,7 @@ from leviathan_ds.export import generate as texts
 from leviathan_ds.export.generate import Sampling, generate
 from leviathan_ds.export.llama import to_llama
 from leviathan_ds.export.loaded import ExportTokenizer
-from leviathan_ds.export.publish import export_llama
+from leviathan_ds.export.publish import export as publish
 from leviathan_ds.trained_model import TrainedModel, find_trained_model
 
 PROMPTS = ["The ", "", "def f(x):\n    ", "a literal </s> in it", "It was the best of times, it was the"]
@@ -49,7 +49,7 @@ def llama(trained: TrainedModel) -> Any:
 
 @pytest.fixture(scope="module")
 def export(trained: TrainedModel) -> Path:
-    export_llama(trained, trained.run.parent / "hf", text=Path(__file__))
+    publish(trained, trained.run.parent / "hf", text=Path(__file__))
     return trained.run.parent / "hf"
 
 

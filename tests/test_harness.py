@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from evaluation_cases import Layout, answers, requests_of
-from test_export import MODEL, make_run
+from exports import MODEL, make_run
 
 from leviathan_ds.config import DataConfig
 from leviathan_ds.evaluation import harness, sample_tasks
 from leviathan_ds.evaluation.scores import evaluating
 from leviathan_ds.export.llama import to_llama
-from leviathan_ds.export.publish import export_llama
+from leviathan_ds.export.publish import export as publish
 from leviathan_ds.trained_model import TrainedModel, find_trained_model
 
 LENGTH = 192
@@ -59,7 +59,7 @@ def trained(run: Path) -> TrainedModel:
 @pytest.fixture(scope="module")
 def export(trained: TrainedModel) -> Path:
     folder = trained.run.parent / "hf"
-    export_llama(trained, folder, text=Path(__file__))
+    publish(trained, folder, text=Path(__file__))
     return folder
 
 

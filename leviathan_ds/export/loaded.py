@@ -75,6 +75,8 @@ def find_model(path: Path, trust_remote_code: bool = False) -> TrainedModel | Ex
         return find_trained_model(path)
     from transformers import AutoConfig
 
+    import leviathan_ds.hf  # noqa: F401  so that the leviathan format needs no code from the folder
+
     return Export(path, _loaded(path, AutoConfig, trust_remote_code=trust_remote_code), trust_remote_code)
 
 

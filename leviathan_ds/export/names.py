@@ -5,7 +5,8 @@ D hidden size, n attention heads, g query groups, c head size, F MLP size, V tru
 | Megatron (full, unsharded) | Hugging Face |
 |---|---|
 | embedding.word_embeddings.weight [V + padding, D] | model.embed_tokens.weight [V, D] |
-| embedding.generator.* | model.embed_tokens.weight [V, D], computed (export/llama.py) |
+| embedding.generator.X | model.embed_tokens.X, the same (format leviathan) |
+| embedding.generator.* | model.embed_tokens.weight [V, D], computed (format llama) |
 | decoder.layers.i.input_layernorm.weight | model.layers.i.input_layernorm.weight |
 | decoder.layers.i.self_attention.linear_qkv.weight [g·(n/g + 2)·c, D] | q_proj [n·c, D], k_proj, v_proj [g·c, D] |
 | decoder.layers.i.self_attention.linear_proj.weight [D, n·c] | self_attn.o_proj |
@@ -30,7 +31,8 @@ from torch import Tensor
 from leviathan_ds.config import ModelConfig
 
 GENERATOR_PREFIX = "embedding.generator."
-EMBED_TOKENS = "model.embed_tokens.weight"
+EMBED_TOKENS, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_GENERATOR_NAMES = ("codebooks", "seed_proj", "norm_weight", "norm_bias", "spline_delta", "out_proj")
 
 Split = Callable[[Tensor, ModelConfig], tuple[Tensor, ...]]
 Join = Callable[[Sequence[Tensor], ModelConfig], Tensor]
@@ -55,15 +57,18 @@ class Correspondence:
 
 
 def correspondences(model: ModelConfig) -> dict[str, Correspondence]:
-    """Every stored parameter of the model except the generator's, by its Megatron name."""
+    """Every stored parameter of the model, by its Megatron name."""
     table = []
-    if model.embedding != "leviathan":
+    if model.embedding == "leviathan":
+        names = (*_GENERATOR_NAMES, *(("residual_proj",) if model.generator.residual else ()))
+        table += [_same(GENERATOR_PREFIX + name, f"model.embed_tokens.{name}") for name in names]
+    else:
         table.append(Correspondence("embedding.word_embeddings.weight", (EMBED_TOKENS,), _cut_padding, _only))
     for layer in range(model.num_layers):
         table += _layer(f"decoder.layers.{layer}.", f"model.layers.{layer}.")
     table.append(_same("decoder.final_layernorm.weight", "model.norm.weight"))
     if model.embedding != "dense_tied":
-        table.append(Correspondence("output_layer.weight", ("lm_head.weight",), _cut_padding, _only))
+        table.append(Correspondence("output_layer.weight", (LM_HEAD,), _cut_padding, _only))
     return {entry.megatron: entry for entry in table}
 
 

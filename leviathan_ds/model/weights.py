@@ -7,14 +7,13 @@ export read a checkpoint of any layout in one process, without DeepSpeed and wit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from data_prep.errors import UserError
+from leviathan_ds.model.tensor_files import TensorFiles
 from leviathan_ds.parallel import registry, topology
 
 SHARD_FILES = "weights_tp*.safetensors"
@@ -35,15 +34,49 @@ def weight_files(checkpoint: Path) -> list[Path]:
     return paths
 
 
+class CheckpointWeights:
+    """Every parameter of a checkpoint, unsharded, read when it is asked for (vocabulary rows still padded).
+
+    Attributes:
+        shapes: of every full parameter, by name.
+        dtypes: likewise.
+
+    Raises UserError when there is no weight file.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._shards = [TensorFiles([path]) for path in weight_files(checkpoint)]
+        first, size = self._shards[0], len(self._shards)
+        self.dtypes = first.dtypes
+        self.shapes = {
+            name: registry.rule_for(name).full_shape(shape, size) for name, shape in first.shapes.items()
+        }
+
+    def tensor(self, name: str) -> Tensor:
+        """A full parameter."""
+        return registry.rule_for(name).unshard([shard.tensor(name) for shard in self._shards])
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a parameter whose rows are the vocabulary."""
+        assert registry.rule_for(name).is_vocabulary
+        per_rank = self._shards[0].shapes[name][0]
+        return torch.cat(
+            [
+                shard.rows(name, max(0, start - rank * per_rank), min(per_rank, stop - rank * per_rank))
+                for rank, shard in enumerate(self._shards)
+                if start < (rank + 1) * per_rank and stop > rank * per_rank
+            ]
+        )
+
+
 def full_weights(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of a checkpoint, unsharded, one at a time (vocabulary rows still padded).
 
     Raises UserError when there is no weight file.
     """
-    with ExitStack() as stack:
-        shards = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(checkpoint)]
-        for name in shards[0].keys():
-            yield name, registry.rule_for(name).unshard([shard.get_tensor(name) for shard in shards])
+    weights = CheckpointWeights(checkpoint)
+    for name in weights.shapes:
+        yield name, weights.tensor(name)
 
 
 def load_full_weights(model: nn.Module, checkpoint: Path) -> None:

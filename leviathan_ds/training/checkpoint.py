@@ -239,6 +239,8 @@ def load(engine: DeepSpeedEngine, checkpoint: Path, same_layout: bool) -> None:
             raise UserError(f"DeepSpeed could not load {checkpoint}; remove it to go on from the one before")
     else:
         reshard.load(engine, checkpoint)
+    if run_directory.read_state(checkpoint).weights_only:
+        return
     # Ranks that the writer did not have go on from the states of those that it had, in turn.
     written = sorted(checkpoint.glob(_RANDOM_STATES.format("*")))
     _restore_random_states(load_plain(written[topology.rank() % len(written)]))

@@ -42,6 +42,9 @@ _MAY_DIFFER = (
 # function of the step alone, so a resume may follow another one from there on.
 _MAY_CHANGE = ("training.lr", "training.min_lr")
 
+# What imported weights fix.
+_IMPORTED = ("model.", "data.tokenizer_fingerprint")
+
 
 @dataclass(frozen=True)
 class Job:
@@ -135,7 +138,10 @@ def going_on_from(job: Job, checkpoint: Path | None, passed_over: tuple[str, ...
 
 
 def check_run_dir(run_dir: Path, recipe: Recipe) -> tuple[str, ...]:
-    """What of a run's recipe changes from here on. Raises UserError where it must not, or this is no run."""
+    """What of a run's recipe changes from here on. Raises UserError where it must not, or this is no run.
+
+    A run that holds nothing but imported weights is bound to their model and tokenizer alone.
+    """
     path = run_dir / run_directory.RECIPE
     if not path.is_file():
         # A start that was killed while it looked for shared disks or wrote the recipe leaves no more than this.
@@ -156,6 +162,8 @@ def check_run_dir(run_dir: Path, recipe: Recipe) -> tuple[str, ...]:
         for key, values in recipes.differences(recipes.load(path), recipe).items()
         if not key.startswith(_MAY_DIFFER)
     }
+    if _holds_imported_weights(run_dir):
+        differing = {key: values for key, values in differing.items() if key.startswith(_IMPORTED)}
     changed = {key: differing.pop(key) for key in _MAY_CHANGE if key in differing}
     if differing:
         told = ", ".join(f"{key} {there!r} there and {here!r} now" for key, (there, here) in differing.items())
@@ -164,6 +172,11 @@ def check_run_dir(run_dir: Path, recipe: Recipe) -> tuple[str, ...]:
             "take another --run_dir, or the old values to resume"
         )
     return tuple(f"{key} was {there!r} and is {here!r}" for key, (there, here) in changed.items())
+
+
+def _holds_imported_weights(run_dir: Path) -> bool:
+    last = next(reversed(run_directory.complete_checkpoints(run_dir)), None)
+    return last is not None and run_directory.read_state(last).weights_only
 
 
 def _layout(recipe: Recipe, filled: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -201,8 +214,8 @@ def _check_layout(checkpoint: Path, current: dict[str, Any]) -> None:
 
 
 def _check_same_data(checkpoint: Path, data: CheckedData) -> None:
-    written = run_directory.read_state(checkpoint).data_fingerprints
-    if written != data.fingerprints:
+    written = run_directory.read_state(checkpoint)
+    if not written.weights_only and written.data_fingerprints != data.fingerprints:
         raise UserError(
             f"{checkpoint} was trained on other data: the content of {', '.join(map(str, data.prefixes))}, that "
             "of the validation, or the weights of data.blend have changed since; take another --run_dir, or the "

@@ -139,6 +139,7 @@ class _Training:
             topology.data_parallel_size(),
         )
         state = None if job.resume_from is None else run_directory.read_state(job.resume_from)
+        self._imported_from = None if state is None else state.imported_from
         self._guard = StepGuard(
             job.recipe.faults,
             sampler,
@@ -222,6 +223,7 @@ class _Training:
             self._job.data.fingerprints,
             self._metrics.wandb_id,
             self._guard.state(),
+            self._imported_from,
         )
         with self._between_steps():
             # In a row of skipped steps the weights are doubtful: they push no healthy checkpoint out.
@@ -266,7 +268,10 @@ def _utilization(recipe: Recipe) -> Callable[[float], float | None]:
 def _headline(job: Job, num_parameters: int) -> str:
     recipe = job.recipe
     start = "starting" if job.resume_from is None else f"resuming at step {job.first_step}"
-    if job.resume_from is not None and not job.resumes_same_layout:
+    if job.resume_from is not None and run_directory.read_state(job.resume_from).weights_only:
+        source = run_directory.read_state(job.resume_from).imported_from
+        start = f"starting with the weights of {source}, without optimizer states"
+    elif job.resume_from is not None and not job.resumes_same_layout:
         start += " on another layout"
     return (
         f"{start}: {recipe.model.embedding}, {num_parameters:,} parameters, "

@@ -21,7 +21,7 @@ from torch import Tensor
 from data_prep.errors import UserError
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
-from leviathan_ds.model.weights import weight_files
+from leviathan_ds.model.weights import CheckpointWeights, weight_files
 from leviathan_ds.parallel import registry
 from leviathan_ds.training.checkpoint_engine import load_plain
 
@@ -47,13 +47,30 @@ class WholeState(Protocol):
 
 
 def open_state(checkpoint: Path) -> WholeState:
-    """The state of a complete checkpoint: of any ZeRO stage, or in DeepSpeed's universal format.
+    """The state of a complete checkpoint: of any ZeRO stage, in DeepSpeed's universal format, or imported.
 
     Raises UserError naming the checkpoint when its parts do not belong together.
     """
+    if run_directory.read_state(checkpoint).weights_only:
+        return _ImportedState(checkpoint)
     if (checkpoint / UNIVERSAL).is_dir():
         return _UniversalState(checkpoint)
     return _ShardedState(checkpoint)
+
+
+class _ImportedState:
+    """Weights from elsewhere, with the moments that an optimizer begins with."""
+
+    adam_steps = 0
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._weights = CheckpointWeights(checkpoint)
+        self.names = list(self._weights.shapes)
+
+    def tensor(self, name: str, key: StateKey) -> Tensor:
+        if key != "fp32":
+            return torch.zeros(self._weights.shapes[name])
+        return self._weights.tensor(name).float()
 
 
 class _UniversalState:

@@ -191,13 +191,15 @@ def test_one_document_is_trained_on_and_measured(tmp_path: Path, write_jsonl: An
 def test_refusals_are_one_line(tmp_path: Path, write_jsonl: Any, capsys: pytest.CaptureFixture[str]):
     output = tmp_path / "tok.model"
     short = write_jsonl([{"text": "a few words"}], "short.jsonl")
+    folder = tmp_path / "folder"
+    folder.mkdir()
     empty = write_jsonl([{"text": " "}], "empty.jsonl")
     for source, size, message in (
         (short, "8192", "suffices for at most"),
         (TINY, "300", "need at least"),
         (TINY, "1", "at least 260"),
         (TINY, "99999999999999", "less than 2^31"),
-        (tmp_path, "600", "is a directory"),
+        (folder, "600", "no file in this directory"),
         (empty, "500", "no text to train on"),
         (tmp_path / "none.jsonl", "500", "no such file"),
     ):
