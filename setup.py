@@ -41,6 +41,7 @@ setup(
         "pyarrow>=16",
         "psutil>=5.9",
         "matplotlib>=3.8",
+        "scipy>=1.11",
         "ninja",
         "jaxtyping>=0.2.30",
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -56,11 +57,30 @@ def parse(parser: ArgumentParser, arguments: list[str], default_config: Path | N
 
 def _checked_values(path: Path) -> dict[str, Any]:
     values = read_recipe_file(path)
-    try:
-        build_parser("recipe").parse_object(values)
-    except (ArgumentError, TypeError, ValueError) as error:
-        raise UserError(f"recipe {path}: {' '.join(str(error).split())}") from None
+    _parsed(values, path)
     return values
+
+
+def from_values(values: dict[str, Any], origin: Path | str) -> Recipe:
+    """The recipe of nested values as a file holds them. Raises UserError naming `origin` and the key."""
+    _check_keys(origin, values, Recipe, "")
+    try:
+        namespace = _parser_of_values().instantiate(_parsed(values, origin))
+        return Recipe(**{field.name: getattr(namespace, field.name) for field in dataclasses.fields(Recipe)})
+    except UserError as error:
+        raise UserError(f"recipe {origin}: {error}") from None
+
+
+def _parsed(values: dict[str, Any], origin: Path | str) -> Any:
+    try:
+        return _parser_of_values().parse_object(values)
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise UserError(f"recipe {origin}: {' '.join(str(error).split())}") from None
+
+
+@cache
+def _parser_of_values() -> ArgumentParser:
+    return build_parser("recipe")
 
 
 def read_recipe_file(path: Path) -> dict[str, Any]:
@@ -80,7 +100,7 @@ def read_recipe_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def _check_keys(path: Path, values: dict[str, Any], section: type, prefix: str) -> None:
+def _check_keys(path: Path | str, values: dict[str, Any], section: type, prefix: str) -> None:
     known = get_type_hints(section, dict(vars(config)))
     for key, value in values.items():
         if key not in known:

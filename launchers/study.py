@@ -1,0 +1,143 @@
+"""The paper's comparisons: `python launchers/study.py run studies/NAME.yaml` and more, docs/studies.md.
+
+plan lists the runs with sizes, tokens and predicted time; run trains those that are not done, one after the other;
+collect writes their numbers as tables; report draws figures and writes the page; theorem demonstrates Theorem 1.1.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_prep.cli import CommandParser, run
+
+
+def build_parser() -> CommandParser:
+    """The command line's options."""
+    parser = CommandParser("python launchers/study.py", str(__doc__).splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, description: str) -> CommandParser:
+        return commands.add_parser(name, prog=f"{parser.prog} {name}", description=description)
+
+    def of_study(name: str, description: str, **studies: str) -> CommandParser:
+        added = command(name, description)
+        added.add_argument("study", type=Path, help="a study file, see studies/", **studies)
+        added.add_argument(
+            "--runs_dir", type=Path, default=Path("runs/studies"), help="RUNS_DIR/STUDY has its runs"
+        )
+        return added
+
+    for name, description in (
+        ("plan", "List the runs of a study with parameters, tokens and predicted time."),
+        ("run", "Train the runs of a study that are not done, one after the other; again to go on."),
+    ):
+        added = of_study(name, description)
+        added.add_argument("--only", default="*", help="runs whose names match, as 'iso_body/*' or '*-s1'")
+    commands.choices["plan"].add_argument(
+        "--slurm", type=Path, default=None, help="write a script that submits them"
+    )
+    collecting = of_study("collect", "Measure what is not measured and write the tables of a study.")
+    reporting = of_study("report", "Draw the figures of studies from their tables and write the page.", nargs="+")
+    reporting.add_argument("--page", type=Path, default=Path("docs/results.md"), help="the page to write")
+    demonstrating = command("theorem", "Approximate smooth functions by sums of products of B-splines.")
+    for added in (collecting, reporting, demonstrating):
+        added.add_argument(
+            "--results", type=Path, default=Path("docs/results"), help="folder of tables and figures"
+        )
+    command("measure", "Measure the embeddings of a finished run.").add_argument("run_dir", type=Path)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status: 2 for the user's mistake, 1 if some runs failed."""
+    options = build_parser().parse_args(arguments)
+    code = 0
+
+    def execute() -> None:
+        nonlocal code
+        code = COMMANDS[options.command](options) or 0
+
+    return run(execute) or code
+
+
+def plan(options) -> None:
+    from rich.console import Console
+
+    from leviathan_ds import run_directory
+    from leviathan_ds.studies import report, runner
+    from leviathan_ds.studies.study import load
+
+    study = load(options.study)
+    folder = options.runs_dir / study.name
+    runs = list(study.runs(runner.tuned_rates(study, folder), options.only))
+    Console().print(report.plan_table(study, runs))
+    if options.slurm is not None:
+        ready = [each for each in runs if each.missing is None]
+        run_directory.write_text(options.slurm, runner.slurm_script(study, ready, folder))
+        print(f"wrote {options.slurm}: {len(ready)} jobs; {len(runs) - len(ready)} wait for a tuned learning rate")
+
+
+def train(options) -> int:
+    from leviathan_ds.studies.runner import run_study
+    from leviathan_ds.studies.study import load
+
+    study = load(options.study)
+    return run_study(study, options.runs_dir / study.name, options.only, lambda line: print(line, flush=True))
+
+
+def collect(options) -> None:
+    from leviathan_ds.studies import results, runner
+    from leviathan_ds.studies.study import load
+
+    study = load(options.study)
+    folder, output = options.runs_dir / study.name, options.results / study.name
+    for each in study.runs(runner.tuned_rates(study, folder)):  # trained elsewhere, as by a cluster's jobs
+        if runner.finished(each, folder / each.name) and (trouble := runner.measure_run(each, folder / each.name)):
+            print(f"{each.name}: {trouble}")
+    print(f"{output}: {len(results.collect(study, folder, output))} runs")
+
+
+def report(options) -> None:
+    from leviathan_ds.studies import report
+    from leviathan_ds.studies.study import load
+
+    report.write([load(each) for each in options.study], options.results, options.page)
+    print(f"wrote {options.page}")
+
+
+def theorem(options) -> None:
+    from leviathan_ds.studies import report
+
+    print(report.demonstrate_theorem(options.results))
+
+
+def measure(options) -> None:
+    import json
+
+    from leviathan_ds import run_directory
+    from leviathan_ds.parallel import launch
+
+    launch.share_cores_politely()
+    launch.quiet_libraries()
+    from leviathan_ds.parallel import topology
+    from leviathan_ds.studies.measure import measure
+    from leviathan_ds.studies.runner import MEASURES
+    from leviathan_ds.trained_model import find_trained_model
+
+    trained = find_trained_model(options.run_dir)
+    topology.initialize(1)
+    run_directory.write_text(options.run_dir / MEASURES, json.dumps(measure(trained)) + "\n")
+    topology.shutdown()
+
+
+COMMANDS = {
+    "plan": plan,
+    "run": train,
+    "collect": collect,
+    "report": report,
+    "theorem": theorem,
+    "measure": measure,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

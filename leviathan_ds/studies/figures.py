@@ -1,0 +1,302 @@
+"""The figures of a study, each as PNG and SVG; readable in grey by markers and line styles.
+
+Points are means over seeds, bars their range. A figure whose numbers are not there is not drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+from leviathan_ds.studies.comparison import LEVIATHAN, TIED, UNTIED, Comparison
+from leviathan_ds.studies.results import Row
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+STYLES = (
+    {"color": "#000000", "marker": "o", "linestyle": "-"},
+    {"color": "#0072B2", "marker": "s", "linestyle": "--"},
+    {"color": "#D55E00", "marker": "^", "linestyle": "-."},
+    {"color": "#009E73", "marker": "D", "linestyle": ":"},
+)
+_BAND = {"color": "#000000", "alpha": 0.08, "linewidth": 0}
+_WIDTH, _HEIGHT = 4.6, 3.4  # inches of a panel
+plt.rcParams.update(
+    {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "legend.fontsize": 8, "svg.hashsalt": "study"}
+)
+
+
+def draw(comparison: Comparison, embeddings: Sequence[Row], folder: Path) -> list[str]:
+    """Draw all figures that the tables give; returns their names, in the order of the page."""
+    drawers: dict[str, Callable[[], Any]] = {
+        "loss": lambda: loss(comparison),
+        "gain": lambda: gain(comparison),
+        "multiplier": lambda: multipliers(comparison),
+        "curves": lambda: curves(comparison),
+        "frequency": lambda: frequency(comparison),
+        "learning_rate": lambda: learning_rate(comparison),
+        "ablation": lambda: ablation(comparison),
+        "embeddings": lambda: embedding_panels(embeddings),
+    }
+    drawn = []
+    for name, drawer in drawers.items():
+        figure = drawer()
+        if figure is not None:
+            save(figure, folder, name)
+            drawn.append(name)
+    return drawn
+
+
+def save(figure: Any, folder: Path, name: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(folder / f"{name}.png", dpi=130)
+    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def _panels(count: int, width: float = _WIDTH) -> tuple[Any, Any]:
+    figure, axes = plt.subplots(1, count, figsize=(width * count, _HEIGHT), squeeze=False)
+    return figure, axes[0]
+
+
+def _style(number: int) -> dict[str, Any]:
+    return STYLES[number % len(STYLES)]
+
+
+def _points(
+    axis: Any, x: Sequence[Any], groups: Sequence[Sequence[float]], style: dict[str, Any], label: str
+) -> None:
+    """Means of groups with their ranges."""
+    means = np.array([np.mean(group) for group in groups])
+    bars = np.array([[mean - min(group), max(group) - mean] for mean, group in zip(means, groups, strict=True)]).T
+    axis.errorbar(x, means, yerr=np.abs(bars), label=label, capsize=3, linewidth=1.2, markersize=5, **style)
+
+
+def loss(comparison: Comparison) -> Any:
+    """Figures 3 and 4 of the paper: final loss against total parameters, with the dense fits."""
+    arms = comparison.arms("iso_body")
+    if not arms:
+        return None
+    figure, (axis,) = _panels(1, 6)
+    for number, (kind, arm) in enumerate([*(("iso_body", arm) for arm in arms), ("isoparametric", LEVIATHAN)]):
+        groups = [comparison.of(kind, arm, size) for size in comparison.sizes(kind, arm)]
+        if groups:
+            x = [rows[0]["parameters"] for rows in groups]
+            label = arm if kind == "iso_body" else f"{arm}, isoparametric"
+            _points(axis, x, [[row["val_loss"] for row in rows] for rows in groups], _style(number), label)
+    everything = [row["parameters"] for row in comparison.runs]
+    x = np.geomspace(min(everything), max(everything), 100)
+    for arm, fit in comparison.fits.items():
+        law = fit.law
+        label = f"{arm}: {law.irreducible:.2f} + {law.amplitude:.3g}·N^-{law.exponent:.3f}"
+        axis.plot(
+            x, [law.loss(each) for each in x], color="#888888", linewidth=1, linestyle=":" if arm == TIED else "--"
+        )
+        axis.annotate(
+            label, (x[-1], law.loss(x[-1])), fontsize=7, ha="right", va="top" if arm == TIED else "bottom"
+        )
+    axis.set(xscale="log", xlabel="total parameters", ylabel="validation loss, nats per token")
+    axis.legend()
+    return figure
+
+
+def gain(comparison: Comparison) -> Any:
+    """Figure 3 of the paper: perplexity reduction by size; and what it costs in time."""
+    sizes = comparison.sizes("iso_body", LEVIATHAN)
+    if not sizes or not comparison.gains(sizes[0], TIED):
+        return None
+    figure, (left, right) = _panels(2)
+    for number, base in enumerate((TIED, UNTIED)):
+        known = [size for size in sizes if comparison.gains(size, base)]
+        if known:
+            values = [[100 * each for each in comparison.gains(size, base)] for size in known]
+            _points(left, known, values, _style(number), f"against {base}")
+            values = [[100 * each for each in comparison.overheads(size, base)] for size in known]
+            _points(right, known, values, _style(number), f"against {base}")
+    left.axhspan(6.7, 18.1, **_BAND)
+    left.annotate("v1, against tied: 6.7 to 18.1", (0.02, 6.9), xycoords=("axes fraction", "data"), fontsize=7)
+    left.axhline(0, color="#000000", linewidth=0.8)
+    left.set(xlabel="size", ylabel="lower perplexity of Leviathan, %")
+    right.axhline(0, color="#000000", linewidth=0.8)
+    right.set(xlabel="size", ylabel="more time per token of Leviathan, %")
+    for axis in (left, right):
+        axis.legend()
+    return figure
+
+
+def multipliers(comparison: Comparison) -> Any:
+    """Figure 5 of the paper: dense-equivalent size over own size, with 95% intervals."""
+    if not comparison.equivalents("isoparametric"):
+        return None
+    figure, (axis,) = _panels(1, 6)
+    for number, (kind, base) in enumerate(
+        (kind, base) for kind in ("isoparametric", "iso_body") for base in (TIED, UNTIED)
+    ):
+        found = comparison.equivalents(kind, base)
+        if found:
+            places = np.arange(len(found)) + 0.08 * (number - 1.5)
+            middle = np.array([each.multiplier for each in found.values()])
+            ends = np.array([each.interval for each in found.values()]).T
+            shown = np.isfinite(middle) & np.isfinite(ends).all(0)
+            bars = np.abs(ends - middle)[:, shown]
+            style = {**_style(number), "linestyle": ""}
+            axis.errorbar(places[shown], middle[shown], yerr=bars, capsize=3, label=f"{kind}, {base} fit", **style)
+            axis.set_xticks(range(len(found)), list(found))
+    axis.axhspan(1.47, 2.11, **_BAND)
+    axis.axhline(1, color="#000000", linewidth=0.8)
+    axis.set(xlabel="size (band: v1's 1.47 to 2.11)", ylabel="dense-equivalent over own parameters", yscale="log")
+    axis.legend()
+    return figure
+
+
+def curves(comparison: Comparison) -> Any:
+    """Validation loss over tokens; the horizontal line is the tied baseline's end."""
+    sizes = comparison.sizes("iso_body")
+    if not sizes:
+        return None
+    figure, axes = _panels(len(sizes), 3.4)
+    for axis, size in zip(axes, sizes, strict=True):
+        for number, arm in enumerate(comparison.arms("iso_body")):
+            rows = [row for row in comparison.of("iso_body", arm, size, "evaluations") if row["tokens"] > 0]
+            tokens = sorted({row["tokens"] for row in rows})
+            groups = [[row["val_loss"] for row in rows if row["tokens"] == each] for each in tokens]
+            if groups:
+                _points(axis, [each / 1e6 for each in tokens], groups, {**_style(number), "markersize": 3.5}, arm)
+        baseline = comparison.of("iso_body", TIED, size)
+        if baseline:
+            axis.axhline(np.mean([row["val_loss"] for row in baseline]), color="#888888", linewidth=0.8)
+        axis.set(title=size, xlabel="million tokens", xscale="log")
+    axes[0].set_ylabel("validation loss, nats per token")
+    axes[0].legend()
+    return figure
+
+
+def frequency(comparison: Comparison) -> Any:
+    """Perplexity against the tied baseline's by how often training saw a token."""
+    sizes = [size for size in comparison.sizes("iso_body") if comparison.of("iso_body", TIED, size, "frequency")]
+    if not sizes:
+        return None
+    figure, axes = _panels(len(sizes), 3.4)
+    for axis, size in zip(axes, sizes, strict=True):
+        for number, arm in enumerate(comparison.arms("iso_body")):
+            by_decile = {decile: comparison.frequency_gains(size, decile, TIED, arm) for decile in range(1, 11)}
+            known = {decile: gains for decile, gains in by_decile.items() if gains}
+            if known and arm != TIED:
+                _points(
+                    axis,
+                    list(known),
+                    [[-100 * each for each in gains] for gains in known.values()],
+                    _style(number),
+                    arm,
+                )
+        axis.axhline(0, color="#000000", linewidth=0.8)
+        axis.set(title=size, xlabel="decile of training tokens, 10 rarest", xticks=range(1, 11))
+    axes[0].set_ylabel("perplexity against dense_tied, %")
+    axes[0].legend()
+    return figure
+
+
+def learning_rate(comparison: Comparison) -> Any:
+    """Final loss by learning rate, for each arm the same number of tries."""
+    sizes = comparison.sizes("learning_rate")
+    if not sizes:
+        return None
+    figure, axes = _panels(len(sizes))
+    for axis, size in zip(axes, sizes, strict=True):
+        for number, arm in enumerate(comparison.arms("learning_rate")):
+            rows = comparison.of("learning_rate", arm, size)
+            rates = sorted({row["lr"] for row in rows})
+            groups = [[row["val_loss"] for row in rows if row["lr"] == rate] for rate in rates]
+            if groups:
+                _points(axis, rates, groups, _style(number), arm)
+        axis.set(title=size, xscale="log", xlabel="learning rate")
+    axes[0].set_ylabel("validation loss, nats per token")
+    axes[0].legend()
+    return figure
+
+
+def ablation(comparison: Comparison) -> Any:
+    """Loss and throughput of every variant beside the first one's."""
+    rows = comparison.of("ablation")
+    if not rows:
+        return None
+    names = list(dict.fromkeys((row["size"], row["arm"], row["variant"] or "") for row in rows))
+    groups = [[row for row in rows if (row["size"], row["arm"], row["variant"] or "") == name] for name in names]
+    labels = [" ".join(filter(None, (arm, variant, size))) for size, arm, variant in names]
+    figure, axes = plt.subplots(1, 2, figsize=(9, 1.2 + 0.26 * len(names)), sharey=True)
+    for axis, key, title in zip(
+        axes, ("val_loss", "tokens_per_s"), ("validation loss", "tokens per second"), strict=True
+    ):
+        for place, group in enumerate(groups):
+            _swap(axis, [row[key] for row in group], place)
+        axis.axvline(np.mean([row[key] for row in groups[0]]), color="#888888", linewidth=0.8)
+        axis.set(xlabel=title)
+    axes[0].set_yticks(range(len(labels)), labels)
+    axes[0].invert_yaxis()
+    return figure
+
+
+def _swap(axis: Any, values: Sequence[float], place: int) -> None:
+    mean = np.mean(values)
+    bars = [[mean - min(values)], [max(values) - mean]]
+    axis.errorbar([mean], [place], xerr=bars, color="#000000", marker="o", capsize=3, markersize=5)
+
+
+def embedding_panels(embeddings: Sequence[Row]) -> Any:
+    """Of the widest size: spectra, continuity along the last digit; knots in use and map of Leviathan's points."""
+    if not embeddings:
+        return None
+    widest = max(embeddings, key=lambda row: len(row["singular_values"]))["size"]
+    rows = [row for row in embeddings if row["size"] == widest]
+    figure, axes = _panels(4, 3.6)
+    for number, row in enumerate(rows):
+        style = {**_style(number), "marker": ""}
+        values = row["singular_values"]
+        label = f"{row['arm']}: effective rank {row['effective_rank']:.0f}"
+        axes[0].plot(range(1, len(values) + 1), values, label=label, **style)
+        distances = [math.nan if each is None else each for each in row["continuity"][-1]]
+        axes[1].plot(range(1, len(distances) + 1), distances, label=row["arm"], **style)
+    axes[0].set(
+        title=f"spectrum, {widest}", xlabel="index", ylabel="singular value over the largest", yscale="log"
+    )
+    axes[1].set(
+        title="along the last digit",
+        xlabel="digit distance",
+        ylabel="embedding distance over random pairs'",
+        ylim=(0, None),
+    )
+    generator = next((row["generator"] for row in rows if row.get("generator")), None)
+    if generator is not None:
+        usage = generator["knot_usage"]
+        axes[2].bar(range(1, len(usage) + 1), usage, color="#D55E00", edgecolor="#000000", linewidth=0.5)
+        title = f"knots in use: {generator['knots_used']:.0%}"
+        axes[2].set(title=title, xlabel="knot", ylabel="share of latent coordinates nearest to it")
+        x, y = np.array(generator["map"]).T
+        shown = axes[3].scatter(x, y, c=np.log10(generator["map_counts"]), s=9, cmap="cividis")
+        figure.colorbar(shown, ax=axes[3], label="log₁₀ of training count")
+        axes[3].set(title="latent points", xlabel="1st component", ylabel="2nd component")
+    axes[0].legend()
+    axes[1].legend()
+    return figure
+
+
+def theorem(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Error against modes, a line for each number of knots."""
+    functions = list(dict.fromkeys(row["function"] for row in rows))
+    figure, axes = _panels(len(functions), 3.6)
+    for axis, function in zip(axes, functions, strict=True):
+        for number, row in enumerate(each for each in rows if each["function"] == function):
+            axis.plot(
+                list(row["errors"]), list(row["errors"].values()), label=f"{row['knots']} knots", **_style(number)
+            )
+        axis.set(title=function, xlabel="modes", yscale="log")
+    axes[0].set_ylabel("largest error over largest value")
+    axes[0].legend()
+    save(figure, folder, "theorem")

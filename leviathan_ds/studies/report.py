@@ -1,0 +1,235 @@
+"""docs/results.md: every number from the tables of results.collect, verdicts computed from them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from leviathan_ds import run_directory
+from leviathan_ds.accounting import count_parameters
+from leviathan_ds.studies import figures, results
+from leviathan_ds.studies.comparison import LEVIATHAN, Comparison, multiplier, percents, times
+from leviathan_ds.studies.results import Row
+from leviathan_ds.studies.study import Run, Study, gflops_per_token, tokens_per_s
+
+CAPTIONS = {
+    "loss": "Final validation loss against total parameters (v1, Figures 3 and 4); grey: dense fits.",
+    "gain": "Perplexity reduction at equal body, and the time that it costs.",
+    "multiplier": "Size of the dense model with Leviathan's loss, over its own, 95% intervals (v1, Figure 5).",
+    "curves": "Validation loss over tokens; grey: where the tied baseline ends.",
+    "frequency": "Perplexity by how often training saw a token; each decile holds a tenth of the training tokens.",
+    "learning_rate": "Learning rates tried, the same for every arm.",
+    "ablation": "Variants: loss and throughput; grey: the first.",
+    "embeddings": "What the embeddings became (first seed, widest size).",
+}
+_HEADER = """# Results
+
+Written by `python launchers/study.py report`; edit nothing here. What each figure means and how a verdict is
+reached is in [studies.md](studies.md). Values are means over seeds, in brackets their range. A claim *holds* if it
+does in every pair of runs of equal size and seed, *fails* if in none, and is *undecided* otherwise: at the sizes
+and budgets below, and no others.
+"""
+
+
+def write(studies: Sequence[Study], root: Path, page: Path) -> None:
+    """Draw the figures of studies below `root` and write the page. Raises UserError where a study has no table."""
+    sections = [_HEADER]
+    for study in studies:
+        folder = root / study.name
+        comparison = Comparison(
+            results.read_table(folder, results.RUNS),
+            results.read_table(folder, results.EVALUATIONS),
+            results.read_table(folder, results.FREQUENCY),
+        )
+        embeddings = results.read_embeddings(folder)
+        names = figures.draw(comparison, embeddings, folder)
+        sections += _section(study, comparison, embeddings, names, Path(os.path.relpath(folder, page.parent)))
+    if (root / THEOREM / "theorem.md").is_file():
+        link = Path(os.path.relpath(root / THEOREM, page.parent)) / "theorem.png"
+        text = (root / THEOREM / "theorem.md").read_text()
+        sections += ["## Theorem 1.1", f"![Error against modes]({link})", text]
+    run_directory.write_text(page, "\n\n".join(section.strip() for section in sections) + "\n")
+
+
+THEOREM = "theorem"
+
+
+def demonstrate_theorem(root: Path) -> str:
+    """Compute the demonstration; write its table and figure below `root`; returns the table."""
+    from leviathan_ds.studies.theorem import demonstration
+
+    rows = demonstration()
+    modes = list(rows[0]["errors"])
+    lines = [[row["function"], row["knots"], *(f"{row['errors'][count]:.1e}" for count in modes)] for row in rows]
+    table = markdown(["function", "knots", *(f"{count} modes" for count in modes)], lines)
+    figures.theorem(rows, root / THEOREM)
+    run_directory.write_text(root / THEOREM / "theorem.md", table + "\n")
+    return table
+
+
+def _section(
+    study: Study, comparison: Comparison, embeddings: Sequence[Row], names: Sequence[str], link: Path
+) -> list[str]:
+    parts = [f"## {study.name}", _circumstances(comparison)]
+    verdicts = comparison.verdicts()
+    if verdicts:
+        cells = [[each.claim, each.paper, each.here, f"**{each.verdict}**"] for each in verdicts]
+        parts += ["### Verdicts", markdown(["claim", "the paper", "here", "verdict"], cells)]
+    tables = {
+        "loss": _runs_table(comparison, ("iso_body", "isoparametric")),
+        "multiplier": _fits_table(comparison),
+        "curves": _savings_table(comparison),
+        "learning_rate": _runs_table(comparison, ("learning_rate",)),
+        "ablation": _runs_table(comparison, ("ablation",)),
+        "embeddings": _embeddings_table(embeddings),
+    }
+    for name, caption in CAPTIONS.items():
+        if name in names:
+            parts += [f"### {caption}", f"![{caption}]({link / name}.png)", tables.get(name, "")]
+    return [part for part in parts if part]
+
+
+def _circumstances(comparison: Comparison) -> str:
+    """How many runs, where, by which code, on which data."""
+
+    def all_of(key: str) -> str:
+        return ", ".join(f"`{each}`" for each in sorted({str(row[key]) for row in comparison.runs}))
+
+    runs = comparison.runs
+    tokens, epochs = [row["tokens"] for row in runs], [row["epochs"] for row in runs]
+    skipped = sum(row["skipped_steps"] for row in runs)
+    return (
+        f"{len(runs)} runs of {_between(tokens)} tokens each ({_between(epochs, '.3g')} epochs), vocabulary "
+        f"{all_of('vocab_size')}, {all_of('precision')}, on {all_of('device')}; skipped steps: {skipped}.\n"
+        f"Commits: {all_of('commit')}. Data: {all_of('data')}."
+    )
+
+
+def _between(values: Sequence[float], form: str = ",.0f") -> str:
+    low, high = f"{min(values):{form}}", f"{max(values):{form}}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _runs_table(comparison: Comparison, kinds: Sequence[str]) -> str:
+    groups: dict[tuple, list[Row]] = {}
+    for row in comparison.runs:
+        if row["kind"] in kinds:
+            key = (row["kind"], row["size"], row["arm"], row["variant"] or "", row["lr"])
+            groups.setdefault(key, []).append(row)
+    lines = []
+    for (kind, size, arm, variant, lr), rows in groups.items():
+        losses = [row["val_loss"] for row in rows]
+        perplexity = math.exp(sum(losses) / len(losses))
+        speed = sum(row["tokens_per_s"] for row in rows) / len(rows)
+        name = f"{arm}, isoparametric" if kind == "isoparametric" else " ".join(filter(None, (arm, variant)))
+        shape = f"{rows[0]['hidden_size']} × {rows[0]['num_layers']}"
+        counts = [f"{rows[0][key]:,}" for key in ("parameters", "embedding_parameters")]
+        numbers = [_mean_and_range(losses), f"{perplexity:.1f}", f"{speed:,.0f}", len(rows)]
+        lines.append([size, name, shape, *counts, f"{lr:g}", *numbers])
+    head = [
+        "size",
+        "arm",
+        "width × layers",
+        "parameters",
+        "of them embedding",
+        "lr",
+        "loss",
+        "perplexity",
+        "tokens/s",
+        "seeds",
+    ]
+    return markdown(head, lines) if lines else ""
+
+
+def _mean_and_range(values: Sequence[float]) -> str:
+    spread = f" [{min(values):.4f}, {max(values):.4f}]" if len(values) > 1 else ""
+    return f"{sum(values) / len(values):.4f}{spread}"
+
+
+def _fits_table(comparison: Comparison) -> str:
+    lines = []
+    for arm, fit in comparison.fits.items():
+        cells = [arm]
+        for key in ("irreducible", "amplitude", "exponent"):
+            low, high = fit.interval([getattr(law, key) for law in fit.resampled])
+            cells.append(f"{getattr(fit.law, key):.4g} [{low:.4g}, {high:.4g}]")
+        lines.append([*cells, "; ".join(fit.warnings) or "none"])
+    fits = markdown(["fit of L(N) = E + A·N^−α", "E", "A", "α", "warnings"], lines)
+    lines = [
+        [size, kind, arm, multiplier(found), "; ".join(found.warnings) or "none"]
+        for kind in ("iso_body", "isoparametric")
+        for arm in comparison.fits
+        for size, found in comparison.equivalents(kind, arm).items()
+    ]
+    return (
+        fits + "\n\n" + markdown(["size", "Leviathan", "fit", "dense-equivalent over own size", "warnings"], lines)
+    )
+
+
+def _savings_table(comparison: Comparison) -> str:
+    lines = []
+    for size in comparison.sizes("iso_body", LEVIATHAN):
+        for base in (arm for arm in comparison.arms("iso_body") if arm != LEVIATHAN):
+            if savings := comparison.savings(size, base):
+                lines.append([size, base, times(savings), percents(comparison.gains(size, base))])
+    head = ["size", "baseline", "fewer tokens to its final loss, by seed", "lower perplexity at the end"]
+    return markdown(head, lines) if lines else ""
+
+
+def _embeddings_table(embeddings: Sequence[Row]) -> str:
+    lines = []
+    for row in embeddings:
+        generator = row.get("generator") or {}
+        used = f"{generator['knots_used']:.1%}" if generator else ""
+        width = len(row["singular_values"])
+        lines.append([row["size"], row["arm"], f"{row['effective_rank']:.1f} of {width}", used])
+    found = markdown(["size", "arm", "effective rank", "knots in use"], lines)
+    widest = max(embeddings, key=lambda row: len(row["singular_values"]))["size"]
+    rows = [row for row in embeddings if row["size"] == widest]
+    words = [word for word in rows[0]["neighbours"] if rows[0]["neighbours"][word]]
+    lines = [[word, *(", ".join(map(_code, row["neighbours"][word])) for row in rows)] for word in words]
+    return (
+        found + f"\n\nNearest neighbours at {widest}:\n\n" + markdown(["of", *(row["arm"] for row in rows)], lines)
+    )
+
+
+def _code(text: str) -> str:
+    """A token as code within a table's cell."""
+    return "`" + text.replace("`", "'").replace("|", "¦").replace("\n", "⏎") + "`"
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table."""
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
+
+
+def plan_table(study: Study, runs: Sequence[Run]) -> Table:
+    """The runs with their sizes, budgets and predicted time on the study's cluster."""
+    nodes = study.world_size / study.cluster.gpus_per_node
+    table = Table(
+        "run", title=f"{study.name}: {len(runs)} runs", caption=f"predicted, on {study.world_size} ranks"
+    )
+    for name in ("parameters", "layers", "GFLOPs/token", "tokens", "lr", "tokens/s", "hours", "node hours"):
+        table.add_column(name, justify="right")
+    total = 0.0
+    for run in runs:
+        hours = study.predicted_s(run) / 3600
+        total += hours
+        recipe = run.recipe
+        numbers = [f"{count_parameters(recipe.model).total:,}", f"{recipe.model.num_layers}"]
+        numbers += [
+            f"{gflops_per_token(run):.4f}",
+            f"{run.tokens:,}",
+            "tuned" if run.missing else f"{recipe.training.lr:g}",
+        ]
+        numbers += [f"{tokens_per_s(study, run):,.0f}", f"{hours:.2f}", f"{hours * nodes:.2f}"]
+        table.add_row(run.name, *numbers)
+    table.add_section()
+    table.add_row("total", *[""] * 6, f"{total:.2f}", f"{total * nodes:.2f}")
+    return table

@@ -1,0 +1,183 @@
+"""Runs of a study trained one after the other, each by the command that a user would type; results read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from data_prep.errors import UserError
+from leviathan_ds import recipe as recipes
+from leviathan_ds import run_directory
+from leviathan_ds.parallel.launch import EXIT_DIVERGED, EXIT_STOPPED
+from leviathan_ds.studies.study import LearningRates, Run, Study
+
+ROOT = Path(__file__).parents[2]
+# In a run directory, of its last checkpoint: losses by frequency of launchers/evaluate.py, and studies/measure.py.
+EVALUATION, MEASURES = "evaluation.json", "measures.json"
+Say = Callable[[str], None]
+
+
+def run_study(study: Study, folder: Path, pattern: str, say: Say) -> int:
+    """Train and measure the runs whose names match that are not done yet, going on after one that fails.
+
+    Returns 0 if all are done, 1 if some failed or could not start, EXIT_STOPPED after a signal.
+    """
+    names = [run.name for run in study.runs(pattern=pattern)]
+    if not names:
+        raise UserError(f"no run of {study.name} matches {pattern!r}; `study.py plan` lists them")
+    troubles = []
+    for number, name in enumerate(names, 1):
+        # Anew for each: the tuning runs before may have settled its learning rate.
+        (run,) = study.runs(tuned_rates(study, folder), name)
+        trouble = run.missing or changed(run, folder / name)
+        log = folder / f"{name}.log"
+        if trouble is None and not finished(run, folder / name):
+            say(f"[{number}/{len(names)}] {name}: about {study.predicted_s(run) / 60:.0f} min; log: {log}")
+            code = execute(pretrain_command(study, run, folder), log)
+            if code == EXIT_STOPPED:
+                say(f"stopped in {name}; the same command goes on there")
+                return code
+            if code:
+                run_directory.update_summary(folder / name, exit_code=code)
+                trouble = f"ended with code {code}, see {log}"
+        if trouble is None:
+            trouble = measure_run(run, folder / name)
+        if trouble is None and run.kind not in study.keep_checkpoints:
+            shutil.rmtree(folder / name / run_directory.CHECKPOINTS, ignore_errors=True)
+        if trouble is not None:
+            say(f"[{number}/{len(names)}] {name}: {trouble}")
+            troubles.append(name)
+    say(f"{len(names) - len(troubles)} of {len(names)} runs are done")
+    return 1 if troubles else 0
+
+
+def pretrain_command(study: Study, run: Run, folder: Path) -> list[str]:
+    """The supervised training of a run; its recipe is written beside its directory."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    supervise = [sys.executable, str(ROOT / "launchers" / "supervise.py"), "--auto_restart", "1", "--"]
+    deepspeed = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(study.world_size)]
+    pretrain = [str(ROOT / "launchers" / "pretrain.py"), *pretrain_options(study, run, folder)]
+    return [*supervise, *deepspeed, "--master_port", str(port), *pretrain]
+
+
+def pretrain_options(study: Study, run: Run, folder: Path) -> list[str]:
+    """Writes the recipe and returns the options of pretrain.py."""
+    path = folder / f"{run.name}.yaml"
+    run_directory.write_text(path, recipes.to_yaml(run.recipe))
+    return ["--ds_config", study.ds_config, "--config", str(path), "--run_dir", str(folder / run.name)]
+
+
+def measure_run(run: Run, run_dir: Path) -> str | None:
+    """Evaluate and measure a run's last checkpoint where that is not done; what went wrong, or None."""
+    launchers, log = ROOT / "launchers", run_dir.with_name(f"{run_dir.name}.log")
+    evaluate = [str(launchers / "evaluate.py"), "--checkpoint", str(run_dir), "--data", *run.recipe.data.prefixes]
+    evaluate += ["--samples", str(run.recipe.run.eval_samples), "--json", str(run_dir / EVALUATION)]
+    measure = [str(launchers / "study.py"), "measure", str(run_dir)]
+    for product, arguments in ((EVALUATION, evaluate), (MEASURES, measure)):  # MEASURES last: it means done
+        if not (run_dir / product).is_file() and execute([sys.executable, *arguments], log):
+            return f"could not be measured, see {log}"
+    return None
+
+
+def slurm_script(study: Study, runs: list[Run], folder: Path) -> str:
+    """A shell script that submits every run by launchers/slurm/pretrain.sbatch; writes their recipes."""
+    nodes = -(-study.world_size // study.cluster.gpus_per_node)
+    lines = [
+        "#!/bin/bash",
+        "# From the project's folder, on a disk that all nodes share. Submitted again, a finished",
+    ]
+    lines += ["# run says so and ends, another goes on from its last checkpoint.", "set -euo pipefail"]
+    for run in runs:
+        job = ["sbatch", "--nodes", str(nodes), "--job-name", run.name.replace("/", "-")]
+        if study.world_size < study.cluster.gpus_per_node:
+            job += ["--gpus-per-node", str(study.world_size)]
+        lines.append(shlex.join([*job, "launchers/slurm/pretrain.sbatch", *pretrain_options(study, run, folder)]))
+    return "\n".join(lines) + "\n"
+
+
+def execute(command: list[str], log: Path) -> int:
+    """Exit code of a command whose output goes behind a log. SIGTERM, SIGUSR1 and Ctrl-C ask it to save and stop;
+    a second one ends it at once."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        # In a session of its own: a Ctrl-C reaches it through `ask` alone.
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        asked = False
+
+        def ask(*_: object) -> None:
+            nonlocal asked
+            process.send_signal(signal.SIGINT if asked else signal.SIGTERM)
+            asked = True
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+        try:
+            code = process.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return EXIT_STOPPED if asked and code else code
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / run_directory.SUMMARY
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def finished(run: Run, run_dir: Path) -> bool:
+    """Whether a run reached its last step, and its weights are there or have been measured."""
+    if read_summary(run_dir).get("steps") != run.recipe.training.train_steps:
+        return False
+    last = run_directory.checkpoint_name(run.recipe.training.train_steps)
+    complete = [path.name for path in run_directory.complete_checkpoints(run_dir)]
+    return (run_dir / MEASURES).is_file() or last in complete
+
+
+def changed(run: Run, run_dir: Path) -> str | None:
+    """What the study asks of a run that its directory was not made with; a diverged run is named, too."""
+    if read_summary(run_dir).get("exit_code") == EXIT_DIVERGED:
+        return f"diverged; to try it again, remove {run_dir}"
+    path = run_dir / run_directory.RECIPE
+    if not path.is_file():
+        return None
+    differing = recipes.differences(recipes.load(path), run.recipe)
+    return next(
+        (
+            f"was trained with {key} = {there}, the study now says {here}; remove {run_dir} or change the study"
+            for key, (there, here) in differing.items()
+        ),
+        None,
+    )
+
+
+def tuned_rates(study: Study, folder: Path) -> LearningRates:
+    """By arm and size, the learning rate of the lowest mean validation loss, once all its runs have ended."""
+    losses: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    unfinished = set()
+    for run in study.runs(pattern="learning_rate/*"):
+        summary = read_summary(folder / run.name)
+        loss = summary.get("final_val_loss") if finished(run, folder / run.name) else None
+        if summary.get("exit_code") == EXIT_DIVERGED:
+            loss = math.inf
+        if loss is None:
+            unfinished.add((run.arm, run.size))
+        else:
+            losses[run.arm, run.size][run.recipe.training.lr].append(loss)
+    return {
+        place: min(by_rate, key=lambda rate: sum(by_rate[rate]) / len(by_rate[rate]))
+        for place, by_rate in losses.items()
+        if place not in unfinished
+    }

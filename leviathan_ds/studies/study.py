@@ -1,0 +1,229 @@
+"""A study file and the runs that it stands for. Arithmetic over configurations: no torch.
+
+A study is a grid: sizes × arms × seeds (× variants) in up to four experiments. Every run is a recipe, merged from
+the study's `recipe`, its size, its arm, the tuned learning rate and its variant, the later ones winning.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from data_prep.errors import UserError
+from data_prep.strict_yaml import load_yaml
+from leviathan_ds import recipe as recipes
+from leviathan_ds.accounting import count_parameters, flops_per_token
+from leviathan_ds.config import ModelConfig, Recipe
+from leviathan_ds.scaling import Cluster, predict_step
+
+Kind = Literal["learning_rate", "iso_body", "isoparametric", "ablation"]
+KINDS: tuple[Kind, ...] = get_args(Kind)  # in the order in which they run: the tuned rates are the others'
+TOLERANCE = 0.02  # of total parameters, between isoparametric arms
+LearningRates = Mapping[tuple[str, str], float]  # (arm, size) → the tuned rate
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One grid of a study."""
+
+    arms: tuple[str, ...]
+    sizes: tuple[str, ...]
+    seeds: tuple[int, ...] = (1,)
+    """Of the initial weights. All runs read the same data in the same order, and the same validation samples."""
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})
+    """Name → sections of a recipe that differ."""
+    match_arm: str = "dense_untied"
+    """isoparametric: layers are added until the total is this arm's of the same size."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run of a study."""
+
+    kind: Kind
+    arm: str
+    size: str
+    variant: str
+    seed: int
+    recipe: Recipe
+    missing: str | None = None
+    """Why it cannot start yet: its learning rate waits for the tuning runs."""
+
+    @property
+    def name(self) -> str:
+        """Its path below the study's folder of runs."""
+        return f"{self.kind}/" + "-".join(filter(None, (self.arm, self.size, self.variant, f"s{self.seed}")))
+
+    @property
+    def tokens(self) -> int:
+        training = self.recipe.training
+        return training.train_steps * training.global_batch_size * self.recipe.data.sequence_length
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study file, checked."""
+
+    name: str
+    recipe: Mapping[str, Any]
+    """Sections of a recipe that all runs share."""
+    sizes: Mapping[str, Mapping[str, Any]]
+    arms: Mapping[str, Mapping[str, Any]]
+    experiments: Mapping[Kind, Experiment]
+    tokens: int | None = None
+    """Of each run; None: training.train_steps of its recipe."""
+    ds_config: str = "ds_configs/zero1.json"
+    world_size: int = 1
+    """Ranks of each run."""
+    cluster: Cluster = field(default_factory=Cluster)
+    """What `predicted_s` assumes."""
+    keep_checkpoints: tuple[str, ...] = ("iso_body",)
+    """Experiments whose checkpoints stay after they were measured."""
+
+    def runs(self, learning_rates: LearningRates | None = None, pattern: str = "*") -> Iterator[Run]:
+        """The runs whose names match, in the order in which they are to be trained."""
+        for kind in KINDS:
+            if kind not in self.experiments:
+                continue
+            grid = self.experiments[kind]
+            for seed in grid.seeds:
+                for size in grid.sizes:
+                    for variant in grid.variants:
+                        for arm in grid.arms:
+                            run = self._run(kind, grid, arm, size, variant, seed, learning_rates or {})
+                            if fnmatch.fnmatchcase(run.name, pattern):
+                                yield run
+
+    def _run(
+        self, kind: Kind, grid: Experiment, arm: str, size: str, variant: str, seed: int, rates: LearningRates
+    ) -> Run:
+        tuned = {}
+        missing = None
+        if kind != "learning_rate" and "learning_rate" in self.experiments:
+            rate = rates.get((arm, self._tuned_size(size)))
+            tuned = {} if rate is None else {"training": {"lr": rate}}
+            missing = f"no learning rate of {arm} has been tuned yet" if rate is None else None
+        values = merged(self.recipe, self.sizes[size], self.arms[arm], tuned, grid.variants[variant])
+        training = values.setdefault("training", {})
+        training["seed"] = seed
+        if "lr" in training:
+            training["min_lr"] = training["lr"] / 10  # in all runs alike, whatever a recipe says
+        recipe = recipes.from_values(values, f"of {self.name}, {kind}/{arm}-{size}-{variant}")
+        if recipe.model.vocab_size is None:
+            raise UserError(
+                f"study {self.name}: model.vocab_size is open; set it to the tokenizer's, sizes depend on it"
+            )
+        if self.tokens is not None:
+            steps = -(-self.tokens // (recipe.training.global_batch_size * recipe.data.sequence_length))
+            recipe = replace(recipe, training=replace(recipe.training, train_steps=steps))
+        if kind == "isoparametric":
+            twin = recipes.from_values(merged(self.recipe, self.sizes[size], self.arms[grid.match_arm]), self.name)
+            layers = layers_for(recipe.model, count_parameters(twin.model).total)
+            recipe = replace(recipe, model=replace(recipe.model, num_layers=layers))
+        return Run(kind, arm, size, variant, seed, recipe, missing)
+
+    def _tuned_size(self, size: str) -> str:
+        """The size whose tuning serves: its own, else the one nearest to it in the study's order."""
+        order, tuned = list(self.sizes), self.experiments["learning_rate"].sizes
+        return min(tuned, key=lambda each: abs(order.index(each) - order.index(size)))
+
+    def predicted_s(self, run: Run) -> float:
+        """Seconds of a run's steps on the study's cluster, by scaling.predict_step (docs/scaling.md)."""
+        step = predict_step(run.recipe, 1, self.world_size, self.cluster)
+        return step.total_s * run.recipe.training.train_steps
+
+
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings in one, the later ones winning key by key."""
+    result: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            if isinstance(value, Mapping):
+                value = merged(result.get(key, {}), value)
+            result[key] = value
+    return result
+
+
+def layers_for(model: ModelConfig, total: int) -> int:
+    """Layers with which a model's parameters come nearest to `total`.
+
+    Raises UserError where no number of layers comes within TOLERANCE of it.
+    """
+
+    def parameters(layers: int) -> int:
+        return count_parameters(replace(model, num_layers=layers)).total
+
+    one = parameters(1)
+    layers = max(1, 1 + round((total - one) / (parameters(2) - one)))
+    if abs(parameters(layers) / total - 1) > TOLERANCE:
+        raise UserError(
+            f"no number of layers of width {model.hidden_size} brings {model.embedding} within {TOLERANCE:.0%} of "
+            f"{total:,} parameters: {layers} layers have {parameters(layers):,}; change the width or the generator"
+        )
+    return layers
+
+
+def load(path: Path) -> Study:
+    """Read and check a study file, every run's recipe included. Raises UserError naming the file and the key."""
+    expected = "expected keys such as recipe:, sizes:, arms: and experiments:"
+    try:
+        values = load_yaml(path)
+    except OSError as error:
+        raise UserError(f"study {path}: {error.strerror}; see studies/ for the ones that ship") from None
+    except ValueError as error:
+        raise UserError(f"study {path}: {error}") from None
+    _known(values, {each.name for each in fields(Study)} - {"name"}, path, "")
+    for key in ("recipe", "sizes", "arms", "experiments"):
+        if not isinstance(values.get(key), dict) or not values[key]:
+            raise UserError(f"study {path}: {key} is missing or no mapping; {expected}")
+    sizes = {
+        name: recipes.read_recipe_file(Path(size)) if isinstance(size, str) else size or {}
+        for name, size in values.pop("sizes").items()
+    }
+    arms = {name: arm or {} for name, arm in values.pop("arms").items()}
+    experiments = {}
+    for kind, grid in values.pop("experiments").items():
+        if kind not in KINDS:
+            raise UserError(f"study {path}: unknown experiment {kind}; known: {', '.join(KINDS)}")
+        _known(grid, {each.name for each in fields(Experiment)}, path, f"experiments.{kind}.")
+        grid = {"arms": list(arms), "sizes": list(sizes)} | grid
+        for key, known in (("arms", arms), ("sizes", sizes)):
+            for name in grid[key]:
+                if name not in known:
+                    raise UserError(
+                        f"study {path}: experiments.{kind}.{key} names {name}, not among {', '.join(known)}"
+                    )
+        lists = {key: tuple(grid[key]) for key in ("arms", "sizes", "seeds") if key in grid}
+        experiments[kind] = Experiment(**(grid | lists))
+    cluster = values.pop("cluster", {})
+    _known(cluster, {each.name for each in fields(Cluster)}, path, "cluster.")
+    for key in ("tokens", "world_size"):
+        if key in values and not (isinstance(values[key], int) and values[key] > 0):
+            raise UserError(f"study {path}: {key} must be a whole number above zero, got {values[key]!r}")
+    if "keep_checkpoints" in values:
+        values["keep_checkpoints"] = tuple(values["keep_checkpoints"])
+    study = Study(
+        name=path.stem, sizes=sizes, arms=arms, experiments=experiments, cluster=Cluster(**cluster), **values
+    )
+    list(study.runs())  # their recipes are checked, too
+    return study
+
+
+def _known(values: Any, known: set[str], path: Path, prefix: str) -> None:
+    if not isinstance(values, dict):
+        raise UserError(f"study {path}: {prefix.rstrip('.')} must be a mapping with keys, got {values!r}")
+    for key in values:
+        if key not in known:
+            raise UserError(f"study {path}: unknown key {prefix}{key}; known: {', '.join(sorted(known))}")
+
+
+def tokens_per_s(study: Study, run: Run) -> float:
+    """As predicted, over all ranks."""
+    return run.tokens / study.predicted_s(run)
+
+
+def gflops_per_token(run: Run) -> float:
+    return flops_per_token(run.recipe.model, run.recipe.data.sequence_length).total / 1e9
