@@ -215,3 +215,40 @@ def test_bfloat16_weights_keep_the_product_in_float32():
     assert out.dtype == torch.bfloat16
     error = (out.double() - reference(ids)).norm() / reference(ids).norm()
     assert error < 2**-7
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_basis_is_once_continuously_differentiable(normalize):
+    """Value and slope agree from both sides of every breakpoint (midway between knots); the second one jumps."""
+    num_knots = 8
+    breaks = (torch.arange(1 - num_knots, num_knots).double() / 2 + (num_knots - 1) / 2) / (num_knots - 1)
+    breaks = breaks[(breaks > 0) & (breaks < 1)]
+    step = 1e-5
+
+    def difference(t: Tensor, order: int) -> Tensor:
+        """Of one side: the step is half of what keeps all points on that side of t."""
+        if order == 0:
+            return spline_basis(t, num_knots, normalize)
+        return (difference(t + step, order - 1) - difference(t - step, order - 1)) / (2 * step)
+
+    for order, tolerance in ((0, 1e-3), (1, 2e-2)):
+        left, right = (difference(breaks + side * 2 * step, order) for side in (-1, 1))
+        assert (left - right).abs().max() < tolerance
+    halfway = breaks[::2]
+    left, right = (difference(halfway + side * 4 * step, 2) for side in (-1, 1))
+    assert (left - right).abs().max() > num_knots**2 / 2
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_every_gradient_is_that_of_finite_differences(residual):
+    """Through the whole generator, float64; the ids share digits, so that codebook rows are summed."""
+    generator = small(residual=residual).double()
+    names, parameters = zip(*generator.named_parameters(), strict=True)
+    ids = torch.tensor([0, 1, 7, 30])
+
+    def embeddings(*values: Tensor) -> Tensor:
+        return torch.func.functional_call(generator, dict(zip(names, values, strict=True)), (ids,))
+
+    assert torch.autograd.gradcheck(
+        embeddings, [each.detach().requires_grad_() for each in parameters], fast_mode=True
+    )

@@ -152,11 +152,14 @@ class Comparison:
             if not found:
                 continue
             here = "; ".join(f"{size} {multiplier(each)}" for size, each in found.items())
+            relied_on = [each for each in found.values() if not each.warnings]
             warnings = list(dict.fromkeys(warning for each in found.values() for warning in each.warnings))
-            lows = [each.interval[0] > 1 for each in found.values()]
-            highs = [each.interval[1] < 1 for each in found.values()]
+            lows = [each.interval[0] > 1 for each in relied_on]
+            highs = [each.interval[1] < 1 for each in relied_on]
             verdict = "holds" if all(lows) else "fails" if all(highs) else "undecided"
-            verdict = f"not supported by the fit: {'; '.join(warnings)}" if warnings else verdict
+            if warnings:
+                verdict = verdict + " where the fit supports it" if relied_on else "not supported by the fit"
+                verdict += f" ({'; '.join(warnings)})"
             claim = f"Isoparametric: acts like a larger dense model ({base.replace('_', ' ')} fit)"
             yield Verdict(claim, "1.47 to 2.11 times (v1)", here, verdict)
 

@@ -76,7 +76,8 @@ def _points(
     """Means of groups with their ranges."""
     means = np.array([np.mean(group) for group in groups])
     bars = np.array([[mean - min(group), max(group) - mean] for mean, group in zip(means, groups, strict=True)]).T
-    axis.errorbar(x, means, yerr=np.abs(bars), label=label, capsize=3, linewidth=1.2, markersize=5, **style)
+    style = {"markersize": 5, "linewidth": 1.2, "capsize": 3} | style
+    axis.errorbar(x, means, yerr=np.abs(bars), label=label, **style)
 
 
 def loss(comparison: Comparison) -> Any:
@@ -95,12 +96,10 @@ def loss(comparison: Comparison) -> Any:
     x = np.geomspace(min(everything), max(everything), 100)
     for arm, fit in comparison.fits.items():
         law = fit.law
-        label = f"{arm}: {law.irreducible:.2f} + {law.amplitude:.3g}·N^-{law.exponent:.3f}"
+        label = f"{arm} fit: {law.irreducible:.2f} + {law.amplitude:.3g}·N^−{law.exponent:.3f}"
+        linestyle = (0, (1, 3)) if arm == TIED else (0, (6, 3))
         axis.plot(
-            x, [law.loss(each) for each in x], color="#888888", linewidth=1, linestyle=":" if arm == TIED else "--"
-        )
-        axis.annotate(
-            label, (x[-1], law.loss(x[-1])), fontsize=7, ha="right", va="top" if arm == TIED else "bottom"
+            x, [law.loss(each) for each in x], color="#888888", linewidth=1, linestyle=linestyle, label=label
         )
     axis.set(xscale="log", xlabel="total parameters", ylabel="validation loss, nats per token")
     axis.legend()
@@ -151,7 +150,7 @@ def multipliers(comparison: Comparison) -> Any:
             axis.set_xticks(range(len(found)), list(found))
     axis.axhspan(1.47, 2.11, **_BAND)
     axis.axhline(1, color="#000000", linewidth=0.8)
-    axis.set(xlabel="size (band: v1's 1.47 to 2.11)", ylabel="dense-equivalent over own parameters", yscale="log")
+    axis.set(xlabel="size (band: v1's 1.47 to 2.11)", ylabel="dense-equivalent over own parameters")
     axis.legend()
     return figure
 
@@ -239,7 +238,7 @@ def ablation(comparison: Comparison) -> Any:
         axis.axvline(np.mean([row[key] for row in groups[0]]), color="#888888", linewidth=0.8)
         axis.set(xlabel=title)
     axes[0].set_yticks(range(len(labels)), labels)
-    axes[0].invert_yaxis()
+    axes[0].set_ylim(len(labels) - 0.5, -0.5)
     return figure
 
 

@@ -7,8 +7,10 @@ the study's `recipe`, its size, its arm, the tuned learning rate and its variant
 from __future__ import annotations
 
 import fnmatch
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -39,6 +41,10 @@ class Experiment:
     """isoparametric: layers are added until the total is this arm's of the same size."""
 
 
+def run_name(kind: Kind, arm: str, size: str, variant: str, seed: int) -> str:
+    return f"{kind}/" + "-".join(filter(None, (arm, size, variant, f"s{seed}")))
+
+
 @dataclass(frozen=True)
 class Run:
     """One training run of a study."""
@@ -55,7 +61,7 @@ class Run:
     @property
     def name(self) -> str:
         """Its path below the study's folder of runs."""
-        return f"{self.kind}/" + "-".join(filter(None, (self.arm, self.size, self.variant, f"s{self.seed}")))
+        return run_name(self.kind, self.arm, self.size, self.variant, self.seed)
 
     @property
     def tokens(self) -> int:
@@ -93,9 +99,8 @@ class Study:
                 for size in grid.sizes:
                     for variant in grid.variants:
                         for arm in grid.arms:
-                            run = self._run(kind, grid, arm, size, variant, seed, learning_rates or {})
-                            if fnmatch.fnmatchcase(run.name, pattern):
-                                yield run
+                            if fnmatch.fnmatchcase(run_name(kind, arm, size, variant, seed), pattern):
+                                yield self._run(kind, grid, arm, size, variant, seed, learning_rates or {})
 
     def _run(
         self, kind: Kind, grid: Experiment, arm: str, size: str, variant: str, seed: int, rates: LearningRates
@@ -110,8 +115,8 @@ class Study:
         training = values.setdefault("training", {})
         training["seed"] = seed
         if "lr" in training:
-            training["min_lr"] = training["lr"] / 10  # in all runs alike, whatever a recipe says
-        recipe = recipes.from_values(values, f"of {self.name}, {kind}/{arm}-{size}-{variant}")
+            training["min_lr"] = round(training["lr"] / 10, 12)  # in all runs alike, whatever a recipe says
+        recipe = _recipe(values, f"of {self.name}, {kind}/{arm}-{size}-{variant}")
         if recipe.model.vocab_size is None:
             raise UserError(
                 f"study {self.name}: model.vocab_size is open; set it to the tokenizer's, sizes depend on it"
@@ -120,7 +125,7 @@ class Study:
             steps = -(-self.tokens // (recipe.training.global_batch_size * recipe.data.sequence_length))
             recipe = replace(recipe, training=replace(recipe.training, train_steps=steps))
         if kind == "isoparametric":
-            twin = recipes.from_values(merged(self.recipe, self.sizes[size], self.arms[grid.match_arm]), self.name)
+            twin = _recipe(merged(self.recipe, self.sizes[size], self.arms[grid.match_arm]), f"of {self.name}")
             layers = layers_for(recipe.model, count_parameters(twin.model).total)
             recipe = replace(recipe, model=replace(recipe.model, num_layers=layers))
         return Run(kind, arm, size, variant, seed, recipe, missing)
@@ -134,6 +139,16 @@ class Study:
         """Seconds of a run's steps on the study's cluster, by scaling.predict_step (docs/scaling.md)."""
         step = predict_step(run.recipe, 1, self.world_size, self.cluster)
         return step.total_s * run.recipe.training.train_steps
+
+
+def _recipe(values: dict[str, Any], origin: str) -> Recipe:
+    """Once for equal values: each takes some 20 ms, and a study's runs are expanded again and again."""
+    return _recipe_of_json(json.dumps(values), origin)
+
+
+@cache
+def _recipe_of_json(values: str, origin: str) -> Recipe:
+    return recipes.from_values(json.loads(values), origin)
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
