@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup demo test check bench clean
+.PHONY: setup demo test check bench study-smoke clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,14 @@ bench: setup
 	$(BIN)/python -W ignore benchmarks/head.py --dtype bf16 --tensor_parallel 2
 	$(BIN)/python -W ignore benchmarks/checkpoint.py
 	$(BIN)/python -W ignore benchmarks/scale.py
+
+# The machinery of studies (docs/studies.md) on the sample corpus, under 3 minutes; its numbers mean nothing.
+study-smoke: setup
+	rm -rf runs/studies/smoke
+	$(BIN)/python launchers/study.py run studies/smoke.yaml
+	$(BIN)/python launchers/study.py collect studies/smoke.yaml --results runs/studies/smoke/results
+	$(BIN)/python launchers/study.py report studies/smoke.yaml --results runs/studies/smoke/results \
+		--page runs/studies/smoke/results.md
 
 clean:
 	rm -rf .venv runs data hf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,10 @@ def finish(
 ) -> None:
     """A finished, measured run whose validation loss fell to `loss` at the last of ten evaluations."""
     steps, per_step = run.recipe.training.train_steps, run.tokens // run.recipe.training.train_steps
-    run_directory.write_text(run_dir / run_directory.RECIPE, recipes.to_yaml(run.recipe))
+    resolved = replace(
+        run.recipe, data=replace(run.recipe.data, tokenizer_fingerprint="f" * 64)
+    )  # as a start does
+    run_directory.write_text(run_dir / run_directory.RECIPE, recipes.to_yaml(resolved))
     summary = {"final_val_loss": loss, "initial_val_loss": 8.0, "bits_per_byte": loss / 3, "steps": steps}
     summary |= {"tokens_per_s": tokens_per_s, "skipped_steps": 0, "consumed_tokens": steps * per_step}
     run_directory.update_summary(run_dir, **summary)
@@ -61,7 +65,7 @@ def finish(
     _write_lines(run_dir / run_directory.METRICS, lines)
     data = [{"tokens": 10**6, "fingerprint": "f" * 64}]
     _write_lines(run_dir / run_directory.STARTS, [{"world_size": 1, "device": "cpu", "git": "abc", "data": data}])
-    deciles = [{"ids": 10, "training_share": 0.1, "tokens": 100, "loss": loss} for _ in range(10)]
+    deciles = [{"ids": 10, "training_share": 0.1, "share": 0.1, "loss": loss} for _ in range(10)]
     deciles[-1]["loss"] = rare_loss or loss
     run_directory.write_text(run_dir / EVALUATION, json.dumps({"models": [{"deciles": deciles}]}))
     width = run.recipe.model.hidden_size

@@ -367,8 +367,8 @@ def test_one_run_by_the_launcher(tmp_path, corpus):
     assert row["commit"]
     deciles = results.read_table(tmp_path / "results" / "planted", results.FREQUENCY)
     assert [each["decile"] for each in deciles] == list(range(1, 11))
-    nats = sum(each["tokens"] * each["loss"] for each in deciles if each["tokens"])
-    assert nats / sum(each["tokens"] for each in deciles) == pytest.approx(row["val_loss"], abs=0.02)
+    nats = sum(each["share"] * each["loss"] for each in deciles if each["share"])
+    assert nats == pytest.approx(row["val_loss"], abs=0.02)
     (embedding,) = results.read_embeddings(tmp_path / "results" / "planted")
     assert 1 < embedding["effective_rank"] <= 32
     assert sum(embedding["generator"]["knot_usage"]) == pytest.approx(1, abs=1e-2)

@@ -70,6 +70,13 @@ def _style(number: int) -> dict[str, Any]:
     return STYLES[number % len(STYLES)]
 
 
+def _style_of(arm: str, arms: Sequence[str]) -> dict[str, Any]:
+    """The three arms of every comparison look alike in all figures; others follow."""
+    known = (TIED, UNTIED, LEVIATHAN)
+    others = [each for each in arms if each not in known]
+    return _style(known.index(arm) if arm in known else len(known) + others.index(arm))
+
+
 def _points(
     axis: Any, x: Sequence[Any], groups: Sequence[Sequence[float]], style: dict[str, Any], label: str
 ) -> None:
@@ -86,12 +93,14 @@ def loss(comparison: Comparison) -> Any:
     if not arms:
         return None
     figure, (axis,) = _panels(1, 6)
-    for number, (kind, arm) in enumerate([*(("iso_body", arm) for arm in arms), ("isoparametric", LEVIATHAN)]):
+    for kind, arm in [*(("iso_body", arm) for arm in arms), ("isoparametric", LEVIATHAN)]:
         groups = [comparison.of(kind, arm, size) for size in comparison.sizes(kind, arm)]
         if groups:
             x = [rows[0]["parameters"] for rows in groups]
-            label = arm if kind == "iso_body" else f"{arm}, isoparametric"
-            _points(axis, x, [[row["val_loss"] for row in rows] for rows in groups], _style(number), label)
+            deep = kind == "isoparametric"
+            style = _style(3) if deep else _style_of(arm, arms)
+            label = f"{arm}, isoparametric" if deep else arm
+            _points(axis, x, [[row["val_loss"] for row in rows] for rows in groups], style, label)
     everything = [row["parameters"] for row in comparison.runs]
     x = np.geomspace(min(everything), max(everything), 100)
     for arm, fit in comparison.fits.items():
@@ -162,12 +171,18 @@ def curves(comparison: Comparison) -> Any:
         return None
     figure, axes = _panels(len(sizes), 3.4)
     for axis, size in zip(axes, sizes, strict=True):
-        for number, arm in enumerate(comparison.arms("iso_body")):
+        for arm in comparison.arms("iso_body"):
             rows = [row for row in comparison.of("iso_body", arm, size, "evaluations") if row["tokens"] > 0]
             tokens = sorted({row["tokens"] for row in rows})
             groups = [[row["val_loss"] for row in rows if row["tokens"] == each] for each in tokens]
             if groups:
-                _points(axis, [each / 1e6 for each in tokens], groups, {**_style(number), "markersize": 3.5}, arm)
+                _points(
+                    axis,
+                    [each / 1e6 for each in tokens],
+                    groups,
+                    {**_style_of(arm, comparison.arms("iso_body")), "markersize": 3.5},
+                    arm,
+                )
         baseline = comparison.of("iso_body", TIED, size)
         if baseline:
             axis.axhline(np.mean([row["val_loss"] for row in baseline]), color="#888888", linewidth=0.8)
@@ -184,17 +199,12 @@ def frequency(comparison: Comparison) -> Any:
         return None
     figure, axes = _panels(len(sizes), 3.4)
     for axis, size in zip(axes, sizes, strict=True):
-        for number, arm in enumerate(comparison.arms("iso_body")):
+        for arm in comparison.arms("iso_body"):
             by_decile = {decile: comparison.frequency_gains(size, decile, TIED, arm) for decile in range(1, 11)}
-            known = {decile: gains for decile, gains in by_decile.items() if gains}
+            known = {decile: [-100 * each for each in gains] for decile, gains in by_decile.items() if gains}
             if known and arm != TIED:
-                _points(
-                    axis,
-                    list(known),
-                    [[-100 * each for each in gains] for gains in known.values()],
-                    _style(number),
-                    arm,
-                )
+                style = _style_of(arm, comparison.arms("iso_body"))
+                _points(axis, list(known), list(known.values()), style, arm)
         axis.axhline(0, color="#000000", linewidth=0.8)
         axis.set(title=size, xlabel="decile of training tokens, 10 rarest", xticks=range(1, 11))
     axes[0].set_ylabel("perplexity against dense_tied, %")
@@ -209,12 +219,12 @@ def learning_rate(comparison: Comparison) -> Any:
         return None
     figure, axes = _panels(len(sizes))
     for axis, size in zip(axes, sizes, strict=True):
-        for number, arm in enumerate(comparison.arms("learning_rate")):
+        for arm in comparison.arms("learning_rate"):
             rows = comparison.of("learning_rate", arm, size)
             rates = sorted({row["lr"] for row in rows})
             groups = [[row["val_loss"] for row in rows if row["lr"] == rate] for rate in rates]
             if groups:
-                _points(axis, rates, groups, _style(number), arm)
+                _points(axis, rates, groups, _style_of(arm, comparison.arms("learning_rate")), arm)
         axis.set(title=size, xscale="log", xlabel="learning rate")
     axes[0].set_ylabel("validation loss, nats per token")
     axes[0].legend()
@@ -255,15 +265,19 @@ def embedding_panels(embeddings: Sequence[Row]) -> Any:
     widest = max(embeddings, key=lambda row: len(row["singular_values"]))["size"]
     rows = [row for row in embeddings if row["size"] == widest]
     figure, axes = _panels(4, 3.6)
-    for number, row in enumerate(rows):
-        style = {**_style(number), "marker": ""}
+    for row in rows:
+        style = {**_style_of(row["arm"], [each["arm"] for each in rows]), "marker": ""}
         values = row["singular_values"]
         label = f"{row['arm']}: effective rank {row['effective_rank']:.0f}"
         axes[0].plot(range(1, len(values) + 1), values, label=label, **style)
         distances = [math.nan if each is None else each for each in row["continuity"][-1]]
         axes[1].plot(range(1, len(distances) + 1), distances, label=row["arm"], **style)
     axes[0].set(
-        title=f"spectrum, {widest}", xlabel="index", ylabel="singular value over the largest", yscale="log"
+        title=f"spectrum, {widest}",
+        xlabel="index",
+        ylabel="singular value over the largest",
+        ylim=(1e-4, 1.5),
+        yscale="log",
     )
     axes[1].set(
         title="along the last digit",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data_prep.token_counts import load_token_counts
 from leviathan_ds.config import integer_root
-from leviathan_ds.data.dataset import check_data
+from leviathan_ds.data.dataset import training_prefixes
 from leviathan_ds.model.embedding import GeneratorEmbedding
 from leviathan_ds.model.generator import SplineGenerator
 from leviathan_ds.trained_model import TrainedModel
@@ -32,7 +32,7 @@ def measure(trained: TrainedModel) -> dict[str, Any]:
     embedding = trained.build().embedding
     vocab_size = trained.recipe.model.vocabulary
     counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for prefix in check_data(trained.recipe.data).prefixes:
+    for prefix in training_prefixes(trained.recipe.data):
         found = torch.from_numpy(load_token_counts(prefix))
         counts[: len(found)] += found
     generator = embedding.generator if isinstance(embedding, GeneratorEmbedding) else None

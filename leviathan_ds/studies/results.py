@@ -47,7 +47,7 @@ def collect(study: Study, folder: Path, output: Path) -> list[Row]:
             frequency += [
                 identity
                 | {"decile": decile}
-                | {key: each[key] for key in ("ids", "training_share", "tokens", "loss")}
+                | {key: each[key] for key in ("ids", "training_share", "share", "loss")}
                 for decile, each in enumerate(evaluation["deciles"], 1)
             ]
             if run.kind == "iso_body" and run.seed == study.experiments["iso_body"].seeds[0]:
@@ -69,7 +69,6 @@ def _row(run_dir: Path) -> Row:
     starts = run_directory.read_lines(run_dir / run_directory.STARTS)
     count = count_parameters(recipe.model)
     data = starts[-1]["data"]
-    train_tokens = sum(each["tokens"] for each in data) * (1 - recipe.data.validation_fraction)
     return {
         "hidden_size": recipe.model.hidden_size,
         "num_layers": recipe.model.num_layers,
@@ -81,7 +80,7 @@ def _row(run_dir: Path) -> Row:
         "lr": recipe.training.lr,
         "precision": recipe.training.precision,
         "tokens": summary["consumed_tokens"],
-        "epochs": summary["consumed_tokens"] / train_tokens,
+        "epochs": summary["consumed_tokens"] / sum(each["tokens"] for each in data),
         "val_loss": summary["final_val_loss"],
         "initial_val_loss": summary["initial_val_loss"],
         "bits_per_byte": summary["bits_per_byte"],

@@ -47,9 +47,9 @@ def run_study(study: Study, folder: Path, pattern: str, say: Say) -> int:
             if code == EXIT_STOPPED:
                 say(f"stopped in {name}; the same command goes on there")
                 return code
-            if code:
+            if code == EXIT_DIVERGED:  # else it is tried again, and what never was a run must not look like one
                 run_directory.update_summary(folder / name, exit_code=code)
-                trouble = f"ended with code {code}, see {log}"
+            trouble = f"ended with code {code}, see {log}" if code else None
         if trouble is None:
             trouble = measure_run(run, folder / name)
         if trouble is None and run.kind not in study.keep_checkpoints:
@@ -82,7 +82,10 @@ def pretrain_options(study: Study, run: Run, folder: Path) -> list[str]:
 def measure_run(run: Run, run_dir: Path) -> str | None:
     """Evaluate and measure a run's last checkpoint where that is not done; what went wrong, or None."""
     launchers, log = ROOT / "launchers", run_dir.with_name(f"{run_dir.name}.log")
-    evaluate = [str(launchers / "evaluate.py"), "--checkpoint", str(run_dir), "--data", *run.recipe.data.prefixes]
+    data = run.recipe.data
+    held_out = data.validation_prefixes or ((data.blend,) if data.blend else data.prefixes)
+    evaluate = [str(launchers / "evaluate.py"), "--checkpoint", str(run_dir), "--data", *held_out]
+    evaluate += ["--split", "all"] if data.validation_prefixes else []
     evaluate += ["--samples", str(run.recipe.run.eval_samples), "--json", str(run_dir / EVALUATION)]
     measure = [str(launchers / "study.py"), "measure", str(run_dir)]
     for product, arguments in ((EVALUATION, evaluate), (MEASURES, measure)):  # MEASURES last: it means done
@@ -158,6 +161,7 @@ def changed(run: Run, run_dir: Path) -> str | None:
         (
             f"was trained with {key} = {there}, the study now says {here}; remove {run_dir} or change the study"
             for key, (there, here) in differing.items()
+            if (key, here) != ("data.tokenizer_fingerprint", None)  # filled in at the start
         ),
         None,
     )
