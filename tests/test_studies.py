@@ -95,6 +95,21 @@ def test_studies_that_ship_load_and_are_planned(path, monkeypatch, tmp_path, cap
     assert str(written) in jobs[0]
 
 
+@pytest.mark.parametrize("name", ["paper_v1", "paper_v2"])
+def test_the_documented_node_hours_are_current(name):
+    study = load(ROOT / "studies" / f"{name}.yaml")
+    runs = {run.name: run for run in study.runs()}
+    documented = (ROOT / "docs" / "studies.md").read_text()
+    for size in study.sizes:
+        deep = runs[f"isoparametric/leviathan-{size}-s1"]
+        hours = [
+            study.predicted_s(run) / 3600
+            for run in (*(runs[f"iso_body/{arm}-{size}-s1"] for arm in study.arms), deep)
+        ]
+        row = " | ".join([f"| {size}", f"{deep.tokens / 1e9:.2f} B", *(f"{each:.2f}" for each in hours)])
+        assert f"{row} ({deep.recipe.model.num_layers}) |" in documented
+
+
 def test_the_papers_studies_are_the_recipes():
     runs = {run.name: run for run in load(ROOT / "studies" / "paper_v2.yaml").runs()}
     for size in ("200m", "400m", "1200m"):
