@@ -126,7 +126,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 def load(path: Path) -> Recipe:
     """A recipe from its file alone. Raises UserError."""
-    return parse(build_parser("recipe"), ["--config", str(path)])[0]
+    return from_values(read_recipe_file(path), path)
 
 
 def differences(one: Recipe, other: Recipe) -> dict[str, tuple[Any, Any]]:

@@ -23,9 +23,10 @@ from leviathan_ds import run_directory
 from leviathan_ds.accounting import count_parameters
 from leviathan_ds.config import ModelConfig
 from leviathan_ds.parallel.launch import EXIT_DIVERGED, EXIT_STOPPED
-from leviathan_ds.studies import measure, results, runner, theorem
+from leviathan_ds.studies import figures, measure, results, runner, theorem
 from leviathan_ds.studies.comparison import Comparison
 from leviathan_ds.studies.fits import PowerLaw, equivalent, fit_dense, fit_power_law, tokens_to_reach
+from leviathan_ds.studies.report import CAPTIONS
 from leviathan_ds.studies.study import Run, layers_for, load
 from tests.study_runs import STUDY, finish, finish_all, write_study
 
@@ -190,6 +191,12 @@ def test_tokens_to_a_loss_are_interpolated_or_none():
 # ---- from run directories to the page ----
 
 
+AGAINST_TIED = "Iso-body, against the tied table: lower perplexity"
+AGAINST_UNTIED = "Iso-body, against the untied table (what tying confounds)"
+SOONER = "Fewer tokens to the tied baseline's final loss"
+LARGER = "Isoparametric: acts like a larger dense model (dense untied fit)"
+
+
 def planted(multiplier: float):
     """Dense runs on the law of their size, Leviathan's on that of `multiplier` times theirs; seeds a bit apart."""
 
@@ -234,16 +241,11 @@ def test_a_planted_gain_is_found(tmp_path):
     ours, base = comparison.pairs("d64", "dense_tied")[0]
     share = 1 - (base["val_loss"] - ours["val_loss"]) / 2
     assert comparison.savings("d64")[0] == pytest.approx(1 / share, rel=0.02)
-    verdicts = {
-        each.claim.split(":")[0].split(",")[1 if "Iso" in each.claim else 0]: each.verdict
-        for each in comparison.verdicts()
-    }
-    assert (
-        verdicts[" against the tied table"]
-        == verdicts[" against the untied table (what tying confounds)"]
-        == "holds"
-    )
-    assert verdicts["The gain over the tied table is in rare tokens"] == "holds"
+    verdicts = {each.claim: each.verdict for each in comparison.verdicts()}
+    for claim in (AGAINST_TIED, AGAINST_UNTIED, SOONER, "The gain over the tied table is in rare tokens"):
+        assert verdicts[claim] == "holds", claim
+    # Dense runs of up to 9 million parameters say nothing of what equals three times that.
+    assert "where the fit supports it (extrapolated" in verdicts[LARGER]
     assert "**holds**" in page
     assert page.count("![") == 8
     for name in ("loss", "gain", "multiplier", "curves", "frequency", "learning_rate", "ablation", "embeddings"):
@@ -252,11 +254,12 @@ def test_a_planted_gain_is_found(tmp_path):
             assert (tmp_path / "results" / "planted" / f"{name}.{kind}").stat().st_size > 1000
 
 
-def test_a_planted_loss_is_told_plainly(tmp_path):
+def test_a_planted_loss_is_told_plainly(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "draw", lambda *_: list(CAPTIONS))  # the test above draws them
     comparison, page = collected(tmp_path, 0.4)
     by_claim = {each.claim: each for each in comparison.verdicts()}
-    assert by_claim["Iso-body, against the tied table: lower perplexity"].verdict == "fails"
-    assert by_claim["Fewer tokens to the tied baseline's final loss"].verdict == "fails"
+    for claim in (AGAINST_TIED, AGAINST_UNTIED, SOONER):
+        assert by_claim[claim].verdict == "fails", claim
     assert "not reached" in page
     assert "**fails**" in page
     # The rates that won the tuning are those of all other runs; the edge cases of the tables survive the CSV.
