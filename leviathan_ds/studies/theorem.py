@@ -19,12 +19,12 @@ Function = Callable[..., np.ndarray]
 FUNCTIONS: dict[str, tuple[int, Function]] = {
     "sin 2π(x + y)": (2, lambda x, y: np.sin(2 * np.pi * (x + y))),
     "exp(−8(x − y)²)": (2, lambda x, y: np.exp(-8 * (x - y) ** 2)),
-    "1 / (1 + 4|x − ½|²), d = 3": (
+    "1 / (1 + 4‖x − ½‖²), d = 3": (
         3,
         lambda x, y, z: 1 / (1 + 4 * ((x - 0.5) ** 2 + (y - 0.5) ** 2 + (z - 0.5) ** 2)),
     ),
 }
-_POINTS = {2: 96, 3: 40}  # of the grid in each dimension, for the fit; errors are taken between them
+_POINTS = {2: 96, 3: 72}  # of the grid in each dimension, for the fit; errors are taken between them
 _SWEEPS = 40
 
 
