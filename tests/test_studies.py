@@ -183,7 +183,7 @@ def test_what_a_fit_does_not_support_is_said():
 
 
 def test_tokens_to_a_loss_are_interpolated_or_none():
-    assert tokens_to_reach([10, 20, 30], [5.0, 4.0, 3.0], 3.5) == 25
+    assert tokens_to_reach([10, 20, 30], [5.0, 4.0, 3.0], 3.75) == 22.5
     assert tokens_to_reach([30, 10, 20], [3.0, 5.0, 4.0], 5.5) == 10
     assert tokens_to_reach([10, 20], [5.0, 4.0], 3.9) is None
 
