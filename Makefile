@@ -37,7 +37,7 @@ bench: setup
 	$(BIN)/python -W ignore benchmarks/checkpoint.py
 	$(BIN)/python -W ignore benchmarks/scale.py
 
-# The machinery of studies (docs/studies.md) on the sample corpus, under 3 minutes; its numbers mean nothing.
+# The machinery of studies (docs/studies.md) on the sample corpus, 160 s of CPU time; its numbers mean nothing.
 study-smoke: setup
 	rm -rf runs/studies/smoke
 	$(BIN)/python launchers/study.py run studies/smoke.yaml
