@@ -324,6 +324,8 @@ def test_a_run_of_another_recipe_is_not_taken_for_this_one(iso_body, tmp_path, m
     said = []
     assert runner.run_study(other, folder, "*", said.append) == 1
     assert "training.train_steps = 40, the study now says 79" in said[0]
+    with pytest.raises(UserError, match="no finished run"):
+        results.collect(other, folder, tmp_path / "results")
 
 
 def test_a_stopped_run_stops_the_study(iso_body, monkeypatch):

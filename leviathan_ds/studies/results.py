@@ -13,7 +13,7 @@ from data_prep.errors import UserError
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.accounting import count_parameters, flops_per_token
-from leviathan_ds.studies.runner import EVALUATION, MEASURES, read_summary, tuned_rates
+from leviathan_ds.studies.runner import EVALUATION, MEASURES, changed, read_summary, tuned_rates
 from leviathan_ds.studies.study import Study
 
 Row = dict[str, Any]
@@ -21,7 +21,7 @@ RUNS, EVALUATIONS, FREQUENCY, EMBEDDINGS = "runs.csv", "evaluations.csv", "frequ
 
 
 def collect(study: Study, folder: Path, output: Path) -> list[Row]:
-    """Write the tables of all runs that have ended, and return that of the runs.
+    """Write the tables of all runs that have ended by the study's recipes, and return that of the runs.
 
     runs.csv: a row a run; evaluations.csv: a row a validation; frequency.csv: a row a run and decile of training
     frequency (evaluation/frequency.py); embeddings.json: what the first seed's embeddings look like. Raises
@@ -30,7 +30,7 @@ def collect(study: Study, folder: Path, output: Path) -> list[Row]:
     rows, evaluations, frequency, embeddings = [], [], [], []
     for run in study.runs(tuned_rates(study, folder)):
         run_dir = folder / run.name
-        if "final_val_loss" not in read_summary(run_dir):
+        if "final_val_loss" not in read_summary(run_dir) or changed(run, run_dir):
             continue
         identity = {key: getattr(run, key) for key in ("kind", "arm", "size", "variant", "seed")}
         rows.append(identity | _row(run_dir))
