@@ -102,7 +102,14 @@ def fit_power_law(sizes: Sequence[float], losses: Sequence[float], num_starts: i
     bounds = ([-np.inf, math.log(_EXPONENTS[0]), lowest - 12], [np.inf, math.log(_EXPONENTS[1]), lowest])
     found = [
         least_squares(
-            residuals, each, jacobian, bounds=bounds, loss="huber", f_scale=HUBER_DELTA, xtol=1e-10, ftol=1e-10
+            residuals,
+            each,
+            jacobian,  # pyright: ignore[reportArgumentType]: a callable, as scipy documents
+            bounds=bounds,
+            loss="huber",
+            f_scale=HUBER_DELTA,
+            xtol=1e-10,
+            ftol=1e-10,
         )
         for each in starts[:num_starts]
     ]
