@@ -19,9 +19,9 @@ def build_parser() -> CommandParser:
     def command(name: str, description: str) -> CommandParser:
         return commands.add_parser(name, prog=f"{parser.prog} {name}", description=description)
 
-    def of_study(name: str, description: str, **studies: str) -> CommandParser:
+    def of_study(name: str, description: str, nargs: str | None = None) -> CommandParser:
         added = command(name, description)
-        added.add_argument("study", type=Path, help="a study file, see studies/", **studies)
+        added.add_argument("study", type=Path, nargs=nargs, help="a study file, see studies/")
         added.add_argument(
             "--runs_dir", type=Path, default=Path("runs/studies"), help="RUNS_DIR/STUDY has its runs"
         )

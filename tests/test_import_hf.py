@@ -278,7 +278,7 @@ def test_an_imported_run_trains(two_ranks, corpus: Path, corpus_tokenizer: Path,
     ]
     assert "TP 1 × DP 2" in start
     initial, final = (line for line in run_directory.read_lines(run / "metrics.jsonl") if "val_loss" in line)
-    assert initial["step"] == 0 and initial["val_loss"] > 6.6, "weights ten times the usual: a new model has ln 600 = 6.4"
+    assert initial["step"] == 0 and initial["val_loss"] > 6.6, "a new model has ln 600 = 6.4"
     assert final["step"] == 2 and final["val_loss"] < initial["val_loss"]
     trained = find_trained_model(run)
     state = run_directory.read_state(trained.checkpoint)
