@@ -248,17 +248,6 @@ def test_deciles_hold_a_tenth_of_the_training_tokens(corpus: Path, data: DataCon
     assert deciles(np.array([2.0, 10.0, 0.0, 6.0, 2.0])).tolist() == [8, 2, 9, 6, 9]
 
 
-def test_token_counts_of_a_file(corpus_copy) -> None:
-    prefix = corpus_copy()
-    counts = load_token_counts(prefix)
-    swapped = counts[::-1].copy()
-    np.save(f"{prefix}.token_counts.npy", swapped)
-    assert load_token_counts(prefix).tolist() == swapped.tolist(), "read where they are"
-    np.save(f"{prefix}.token_counts.npy", counts + 1)
-    with pytest.raises(ValueError, match=r"token_counts\.npy: not the counts of this dataset"):
-        load_token_counts(prefix)
-
-
 def test_domains_are_drawn_by_their_shares() -> None:
     one, two = [Score(30.0, 10, 40), Score(0.0, 0, 0)], [Score(4.0, 2, 4), Score(12.0, 2, 8)]
     groups = blended([one, two], [0.25, 0.75])
