@@ -41,6 +41,8 @@ def command(tokenizer: str, backend: str, source: Path, folder: Path, workers: i
         tokenizer,
         "--output_prefix",
         folder / f"w{workers}",
+        "--tokenizer_backend",
+        backend,
         "--overwrite",
     ]
     return [sys.executable, "-m", "data_prep.preprocess", *map(str, options), "--workers", str(workers)]

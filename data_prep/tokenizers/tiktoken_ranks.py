@@ -3,7 +3,7 @@
 A rank file holds the byte sequences and their ranks; pattern and special tokens are known by the file's hash.
 """
 
-import base64
+import binascii
 import gzip
 import hashlib
 import importlib.util
@@ -12,13 +12,18 @@ import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
 from data_prep.files import TokenizerKind
+
+if TYPE_CHECKING:
+    import tiktoken
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -85,8 +90,6 @@ class TiktokenTokenizer:
 
     def __init__(self, path: Path, ranks: bytes) -> None:
         """`ranks` is the unpacked file. Raises UserError when it is not, to the byte, a published one."""
-        import tiktoken
-
         self.fingerprint = hashlib.sha256(ranks).hexdigest()
         names = [name for name, encoding in ENCODINGS.items() if encoding.sha256 == self.fingerprint]
         if not names:
@@ -98,20 +101,32 @@ class TiktokenTokenizer:
         self.path, self.content = path, ranks
         self.special_tokens = ENCODINGS[self.name].special_tokens
         self.split_pattern = ENCODINGS[self.name].split_pattern
-        self.ranks = {
-            base64.b64decode(token): int(rank) for token, rank in (line.split() for line in ranks.splitlines())
-        }
-        self._encoding = tiktoken.Encoding(
-            self.name,
-            pat_str=ENCODINGS[self.name].pattern,
-            mergeable_ranks=self.ranks,
-            special_tokens=self.special_tokens,
-        )
-        self.vocab_size: int = self._encoding.n_vocab
         self.eod_id: int = self.special_tokens[END_OF_TEXT]
+        self.vocab_size = max(self.special_tokens.values()) + 1
         self.pad_id: int | None = None
-        self._lengths = np.zeros(self.vocab_size, np.int32)
-        self._lengths[list(self.ranks.values())] = [len(token) for token in self.ranks]
+
+    # What takes time is made when it is asked for: a process that hands out work encodes nothing.
+
+    @cached_property
+    def ranks(self) -> dict[bytes, int]:
+        """The id of each token's bytes."""
+        lines = (line.split() for line in self.content.splitlines())
+        return {binascii.a2b_base64(token): int(rank) for token, rank in lines}
+
+    @cached_property
+    def _encoding(self) -> "tiktoken.Encoding":
+        import tiktoken
+
+        pattern = ENCODINGS[self.name].pattern
+        return tiktoken.Encoding(
+            self.name, pat_str=pattern, mergeable_ranks=self.ranks, special_tokens=self.special_tokens
+        )
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int32]:
+        lengths = np.zeros(self.vocab_size, np.int32)
+        lengths[list(self.ranks.values())] = [len(token) for token in self.ranks]
+        return lengths
 
     def encode(self, text: str) -> list[int]:
         return self._ids(text).tolist()
