@@ -50,6 +50,12 @@ class Blend:
     entries: tuple[BlendEntry, ...]
     weights_by: str | None = None
 
+    @property
+    def has_validation(self) -> bool:
+        """Whether any dataset names validation data: these alone are then held out, and every dataset is trained
+        on whole, so that a domain too small to have any does not lose documents by another rule."""
+        return any(entry.validation for entry in self.entries)
+
 
 def load_blend(path: Path | str) -> Blend:
     """Read a blend file; its datasets are not looked at.

@@ -31,6 +31,8 @@ class DomainSample:
         self._blocks: dict[str, list[tuple[float, int, str, str, int]]] = {}
         self._bytes: dict[str, int] = {}
         self._number = 0
+        self.is_whole = True
+        """Whether all text that was added is in the sample: then weights had nothing to decide."""
 
     @property
     def num_bytes(self) -> int:
@@ -50,6 +52,7 @@ class DomainSample:
 
     def _give_up(self) -> None:
         fullest = max(self._bytes, key=lambda pool: self._bytes[pool] / self._weights.weight(pool))
+        self.is_whole = False
         self._bytes[fullest] -= heapq.heappop(self._blocks[fullest])[-1]
 
     def blocks(self) -> list[tuple[str, str]]:

@@ -131,11 +131,17 @@ def draw(dataset: Dataset, folder: Path) -> tuple[Path, Path]:
     return paths[0], paths[1]
 
 
+def length_bins(longest: int) -> NDArray[np.floating]:
+    """Edges of bins for lengths of 1 to `longest`, of one width on a logarithmic axis but for rounding."""
+    edges = np.floor(np.geomspace(1, longest + 1, max(2, int(np.log10(longest + 1) * _BINS_PER_DECADE))))
+    edges[-1] = longest + 1  # rounding down must leave no bin of one length, too thin to see, for the longest
+    return np.unique(edges)
+
+
 def _draw_lengths(dataset: Dataset, axes: Any) -> None:
     """Documents, and the tokens in them, by the documents' length."""
     longest = max(int(block.max()) for block in dataset.document_lengths())
-    edges = np.logspace(0, np.log10(longest + 1), max(2, int(np.log10(longest + 1) * _BINS_PER_DECADE)))
-    edges = np.unique(np.concatenate([np.floor(edges), [longest + 1]]))
+    edges = length_bins(longest)
     documents, tokens = np.zeros(len(edges) - 1), np.zeros(len(edges) - 1)
     for lengths in dataset.document_lengths():
         documents += np.histogram(lengths, edges)[0]

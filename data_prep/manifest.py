@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from data_prep.errors import UserError
-from data_prep.files import TokenizerKind, manifest_path, written_aside
+from data_prep.files import TokenizerKind, bin_path, manifest_path, written_aside
 from data_prep.lengths import LengthStatistics
 
 FORMAT_VERSION = 1
@@ -107,7 +107,12 @@ def load_manifest(prefix: Path | str) -> Manifest:
     """
     path = manifest_path(prefix)
     if not path.is_file():
-        raise UserError(f"{path}: no such file; prepare the dataset with python -m data_prep.preprocess")
+        way_out = (
+            "if Megatron's tools made the dataset, describe it with python -m data_prep.adopt"
+            if bin_path(prefix).is_file()
+            else "prepare the dataset with python -m data_prep.preprocess"
+        )
+        raise UserError(f"{path}: no such file; {way_out}")
     try:
         fields = orjson.loads(path.read_bytes())
         version = fields["format_version"]

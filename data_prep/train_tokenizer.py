@@ -69,13 +69,14 @@ class Compression:
 @dataclass(frozen=True)
 class TrainedTokenizer:
     """What was trained, on how much; `held_out`: whether what was measured was kept out of it, which a single
-    document cannot be."""
+    document cannot be; `on_all_text`: whether the sample is all the text, so that no weight decided about it."""
 
     path: Path
     fingerprint: str
     vocab_size: int
     domains: dict[str, Compression]
     held_out: bool
+    on_all_text: bool
 
     @property
     def total(self) -> Compression:
@@ -128,7 +129,7 @@ def train_tokenizer(
     domains = _measure(tokenizer, sample, measured.blocks() if held_out else sample)
     with written_aside(output) as file:
         file.write(model)
-    return TrainedTokenizer(output, tokenizer.fingerprint, vocab_size, domains, held_out)
+    return TrainedTokenizer(output, tokenizer.fingerprint, vocab_size, domains, held_out, training.is_whole)
 
 
 def is_held_out(text: str) -> bool:
@@ -281,6 +282,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             on_error=options.on_error,
         )
         _print_compression(trained)
+        if trained.on_all_text and options.domain_weights != "size":
+            print(
+                f"--domain_weights {options.domain_weights} decided nothing: all text fits into "
+                f"--sample_bytes {options.sample_bytes}"
+            )
 
     return cli.run(command)
 

@@ -38,7 +38,7 @@ def verify(prefix: Path | str, report: Callable[[str], None] = lambda line: None
     """
     manifest = load_manifest(prefix)
     _check_manifest(manifest, prefix)
-    report(f"{manifest_path(prefix)}: totals agree with its {len(manifest.domains)} domains")
+    report(f"{manifest_path(prefix)}: totals agree with its domains ({len(manifest.domains)})")
     reader = IndexedReader(prefix)
     report(f"{idx_path(prefix)}: header and size are right, and the .bin has the size it describes")
     files = [(idx_path(prefix), manifest.idx), (bin_path(prefix), manifest.bin)]

@@ -195,7 +195,7 @@ class DataConfig:
     sequence_length: int = 512
     """Tokens a sample."""
     validation_fraction: float = 0.02
-    """Of the documents, chosen by their index for ever. Datasets with validation prefixes are trained on whole."""
+    """Of the documents, chosen by their index for ever; none where a blend or the recipe names validation data."""
     reset_attention_mask: bool = False
     """Attention stays within a document: no token sees those before the last end-of-document."""
     tokenizer_fingerprint: str | None = None

@@ -176,27 +176,40 @@ def test_where_two_models_differ(
     assert "part of the whole" in printed and "10 (rare)" in printed and f"{change['overall']:+.4f}" in printed
 
 
-def test_a_blend_is_scored_by_domain(tmp_path: Path, run: Path, corpus: Path, corpus_tokenizer: Path) -> None:
-    """One domain with validation data of its own, one without; overall by the blend's weights."""
+def test_a_blend_is_scored_by_domain(
+    tmp_path: Path, run: Path, corpus: Path, corpus_tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two domains with held-out data of their own, one without any; overall by the blend's weights."""
     lines = TEXT.read_text().splitlines()
-    (tmp_path / "part.jsonl").write_text("\n".join(lines[:9]))
-    preprocess([tmp_path / "part.jsonl"], corpus_tokenizer, tmp_path / "own")
-    blend = {
-        "datasets": [
-            {"name": "Whole", "train": str(corpus), "weight": 3.0},
-            {"name": "Part", "train": str(tmp_path / "elsewhere"), "validation": "own", "weight": 1.0},
-        ]
-    }
+    for name, part in (("one", lines[:9]), ("other", lines[9:20])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(part))
+        preprocess([tmp_path / f"{name}.jsonl"], corpus_tokenizer, tmp_path / name)
     preprocess([TEXT], corpus_tokenizer, tmp_path / "elsewhere")
-    (tmp_path / "blend.yaml").write_text(yaml.safe_dump(blend))
-    found = evaluation(tmp_path, "--checkpoint", run, "--data", tmp_path / "blend.yaml")["models"][0]
-    whole = evaluation(tmp_path, "--checkpoint", run, "--data", corpus)["models"][0]["overall"]
-    part = evaluation(tmp_path, "--checkpoint", run, "--data", tmp_path / "own", "--split", "all")["models"][0]
-    assert found["datasets"]["Whole"] == pytest.approx(whole, rel=1e-6)
-    assert found["datasets"]["Part"] == pytest.approx(part["overall"], rel=1e-6)
-    expected = 0.75 * whole["loss"] + 0.25 * part["overall"]["loss"]
-    assert found["overall"]["loss"] == pytest.approx(expected, rel=1e-6)
-    assert found["overall"]["tokens"] == whole["tokens"] + part["overall"]["tokens"]
+    entries = [
+        {"name": "One", "train": str(corpus), "validation": "one", "test": "other", "weight": 3.0},
+        {"name": "Other", "train": "elsewhere", "validation": "other", "weight": 1.0},
+        {"name": "Small", "train": "small", "weight": 1.0},
+    ]
+    preprocess([tmp_path / "one.jsonl"], corpus_tokenizer, tmp_path / "small")
+    blend = tmp_path / "blend.yaml"
+    blend.write_text(yaml.safe_dump({"datasets": entries}))
+
+    def scored(data: Path, split: str) -> dict[str, Any]:
+        return evaluation(tmp_path, "--checkpoint", run, "--data", data, "--split", split)["models"][0]
+
+    one, other = (scored(tmp_path / name, "all")["overall"] for name in ("one", "other"))
+    found = scored(blend, "validation")
+    assert list(found["datasets"]) == ["One", "Other"]
+    assert found["datasets"]["One"] == pytest.approx(one, rel=1e-6)
+    assert found["datasets"]["Other"] == pytest.approx(other, rel=1e-6)
+    assert found["overall"]["loss"] == pytest.approx(0.75 * one["loss"] + 0.25 * other["loss"], rel=1e-6)
+    assert found["overall"]["tokens"] == one["tokens"] + other["tokens"]
+    assert scored(blend, "test")["datasets"] == {"One": pytest.approx(other, rel=1e-6)}
+    assert scored(blend, "train")["overall"]["tokens"] == scored(blend, "all")["overall"]["tokens"]
+    del entries[0]["test"]
+    blend.write_text(yaml.safe_dump({"datasets": entries}))
+    assert launcher.main(["--checkpoint", str(run), "--data", str(blend), "--split", "test"]) == 2
+    assert "blend.yaml: no dataset names test data" in capsys.readouterr().err
 
 
 def test_tasks_of_a_checkpoint(tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

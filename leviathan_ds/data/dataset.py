@@ -121,13 +121,14 @@ def _parts(config: DataConfig) -> tuple[list[Part], list[Part]]:
     """What is trained on, and what is validated on."""
     if config.blend is not None:
         train, validation = [], []
-        for entry in load_blend(config.blend).entries:
-            source = f"data.blend {config.blend}"
-            manifest, split = _checked(entry.train, source), entry.validation is None
+        blend, source = load_blend(config.blend), f"data.blend {config.blend}"
+        split = not blend.has_validation
+        for entry in blend.entries:
+            manifest = _checked(entry.train, source)
             train.append(Part(entry.name, entry.train, manifest, entry.weight, "training" if split else "all"))
-            if entry.validation is None:
+            if split:
                 validation.append(Part(entry.name, entry.train, manifest, entry.weight, "held_out"))
-            else:
+            elif entry.validation is not None:
                 manifest = _checked(entry.validation, source)
                 validation.append(Part(entry.name, entry.validation, manifest, entry.weight, "all"))
         return train, validation

@@ -210,7 +210,9 @@ def _documents(config: DataConfig, part: Part, lengths: np.ndarray) -> np.ndarra
     if tokens <= config.sequence_length:
         kind = {"all": "dataset", "training": "training split", "held_out": "validation split"}[part.documents]
         way_out = (
-            "add documents" if part.documents == "all" else "change data.validation_fraction or add documents"
+            "add documents or leave it out"
+            if part.documents == "all"
+            else "change data.validation_fraction or add documents"
         )
         raise UserError(
             f"{part.prefix}: the {kind} has {len(documents)} of {len(lengths)} documents and {tokens} tokens, too "

@@ -93,11 +93,13 @@ def _parts(data: Sequence[str], split: SplitName, config: DataConfig) -> list[Pa
     parts = []
     for entry in blend.entries:
         own = {"validation": entry.validation, "test": entry.test}.get(split)
-        if own is None and split == "test":
-            raise UserError(f"{files[0]}: {entry.name} names no test data; choose another --split")
+        if own is None and (split == "test" or (split == "validation" and blend.has_validation)):
+            continue  # as in training: what other domains name is held out, and nothing else
         (part,) = check_data(replace(config, prefixes=(str(own or entry.train),))).train
-        side = "all" if own else _SIDES[split]
+        side = "all" if blend.has_validation or own else _SIDES[split]
         parts.append(replace(part, name=entry.name, weight=entry.weight, documents=side))
+    if not parts:
+        raise UserError(f"{files[0]}: no dataset names test data; choose another --split")
     check_data(replace(config, prefixes=tuple(str(part.prefix) for part in parts)))  # of one tokenizer
     return parts
 

@@ -77,6 +77,8 @@ def quiet_libraries() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed warns when it has to find that out
     warnings.filterwarnings("ignore")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # It says that it does not cache a blend's index, which leviathan_ds.data.index does.
+    logging.getLogger("megatron.core.datasets.blended_dataset").setLevel(logging.ERROR)
 
 
 def quiet_interrupts() -> None:

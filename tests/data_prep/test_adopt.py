@@ -68,6 +68,8 @@ def test_refused_dataset_gets_no_manifest(tmp_path: Path, tokenizer: Tokenizer, 
 
 def test_command_line(tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = build(tmp_path / "theirs", encoded(tokenizer))
+    with pytest.raises(UserError, match=r"theirs\.manifest\.json: no such file; .* python -m data_prep\.adopt"):
+        verify(prefix)
     assert main([str(prefix), "--tokenizer", str(tokenizer.path)]) == 0
     assert "3 documents" in capsys.readouterr().out
     assert main([str(tmp_path / "none"), "--tokenizer", str(tokenizer.path)]) == 2

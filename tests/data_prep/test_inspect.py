@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from data_prep.files import bin_path, idx_path, manifest_path
-from data_prep.inspect import Dataset, main
+from data_prep.inspect import Dataset, length_bins, main
 from data_prep.tokenizers import Tokenizer
 
 
@@ -112,3 +112,13 @@ def test_mistakes(dataset_copy: Path, tiny_dataset: Path, megatron_dataset: Path
     assert "says 35 documents" in refused(megatron_dataset)
     idx_path(megatron_dataset).write_bytes(b"")
     assert "m.idx: 0 bytes are too few" in refused(megatron_dataset)
+
+
+@pytest.mark.parametrize("longest", [1, 2, 9, 1000, 127_193, 2**31])
+def test_the_longest_document_can_be_seen(longest: int) -> None:
+    """127,193: its last edge, rounded down, would leave the longest document a bin of its own, one token wide."""
+    edges = length_bins(longest)
+    assert edges[0] == 1 and edges[-1] == longest + 1
+    assert (np.diff(edges) >= 1).all()
+    if longest > 100:
+        assert np.diff(np.log10(edges))[-1] > 0.5 / 12

@@ -108,7 +108,12 @@ def test_held_out_documents_stay_when_files_are_added(
 
 
 def test_datasets_by_domain_with_a_blend(
-    tmp_path: Path, tokenizer_path: Path, tokenizer: Tokenizer, tiny_records: list[Any], monkeypatch: Any
+    tmp_path: Path,
+    tokenizer_path: Path,
+    tokenizer: Tokenizer,
+    tiny_records: list[Any],
+    monkeypatch: Any,
+    capsys: Any,
 ):
     monkeypatch.setattr("data_prep.sources.shards._LEAST_SHARD_BYTES", 10_000)
     command = [
@@ -121,6 +126,9 @@ def test_datasets_by_domain_with_a_blend(
     ]
     command += ["--split", ",".join(map(str, SHARES)), "--split_by", "meta.pile_set_name"]
     assert main([*command, "--blend_weights", "temperature", "--temperature", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "│ .state-of-the-union.validation " in printed  # not broken within 80 columns
+    assert f"{blend_path(tmp_path / 'o' / 'd')}: their weights" in printed
     blend = load_blend(blend_path(tmp_path / "o" / "d"))
     assert blend.weights_by == "temperature"
     seen = []

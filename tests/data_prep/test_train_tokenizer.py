@@ -218,7 +218,9 @@ def test_command_prints_the_compression_of_each_domain(tmp_path: Path, capsys: p
     assert main([*arguments, "--sample_bytes", "60000", "--no_split_by_whitespace"]) == 0
     printed = capsys.readouterr().out
     assert "held-out bytes" in printed and "bytes/token" in printed
-    assert "WordNet" in printed and "total" in printed
+    assert "WordNet" in printed and "total" in printed and "decided nothing" not in printed
     assert [path.name for path in output.parent.iterdir()] == ["tok.model"]
+    assert main(arguments) == 0
+    assert "--domain_weights uniform decided nothing: all text fits" in capsys.readouterr().out
     assert main([*arguments[:-1], "pile"]) == 2
     assert "no weight for the domain" in capsys.readouterr().err
