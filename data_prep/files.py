@@ -1,5 +1,6 @@
 """Names of a dataset's files, and writing a file aside before it takes its name."""
 
+import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
@@ -56,11 +57,30 @@ def partial_path(path: Path) -> Path:
 
 
 def check_named(path: Path, option: str) -> None:
-    """Refuse a path without a last part, such as "" or "..", which an unset shell variable leaves.
+    """Refuse a path without a last part, such as "" or "..", which an unset shell variable leaves, and one that no
+    manifest can hold.
 
     Raises UserError naming the option."""
     if path.name in ("", ".."):
         raise UserError(f"{option} {str(path)!r} names no file; is a shell variable in it unset?")
+    check_utf8(path)
+
+
+def check_utf8(path: Path) -> None:
+    """Raise UserError for a name that is no UTF-8, as Linux allows: JSON cannot hold it."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{str(path)!r}: the name is no UTF-8; rename it") from None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file among the processes of a machine; freed when its holder dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

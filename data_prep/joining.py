@@ -60,7 +60,7 @@ from data_prep.parts import (
     sort_key,
     tokenizer_copy_path,
 )
-from data_prep.splits import slugs
+from data_prep.splits import SPLITS, slugs
 
 _BLOCK_BYTES = 1 << 22
 _THREADS = 8  # hashing and copying let go of Python's lock
@@ -178,6 +178,8 @@ def join_parts(
         with ThreadPoolExecutor(_THREADS) as threads:
             list(threads.map(_check_part, homes, range(plan.num_shards)))
             manifests = dict(zip(prefixes.values(), threads.map(join, contents), strict=True))
+        for each in _possible_prefixes(prefix, plan, domain_slugs).difference(prefixes.values()):
+            _remove_dataset(each)  # an overwritten run's, of documents that another dataset may hold now
         for each, manifest in manifests.items():
             manifest_path(each).unlink(missing_ok=True)  # an overwritten dataset loses its manifest first
             for kind in TOKENIZER_SUFFIXES:  # the overwritten one may have been of another kind
@@ -192,6 +194,19 @@ def join_parts(
             for path in _data_paths(each, plan):
                 partial_path(path).unlink(missing_ok=True)
     return manifests
+
+
+def _possible_prefixes(prefix: Path, plan: Plan, domain_slugs: dict[str, str]) -> set[Path]:
+    """Of the datasets for which a run of `plan` over these domains may have documents."""
+    domains = domain_slugs if plan.options["by_domain"] else [None]
+    splits = SPLITS if plan.options["split"] else [None]
+    return {output_prefix(prefix, Output(domain, split), domain_slugs) for domain in domains for split in splits}
+
+
+def _remove_dataset(prefix: Path) -> None:
+    paths = [manifest_path(prefix), bin_path(prefix), idx_path(prefix), token_counts_path(prefix)]
+    for path in [*paths, *(dataset_tokenizer_path(prefix, kind) for kind in TOKENIZER_SUFFIXES)]:
+        path.unlink(missing_ok=True)
 
 
 def _data_paths(prefix: Path, plan: Plan) -> list[Path]:

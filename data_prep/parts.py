@@ -17,18 +17,18 @@ import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
 from data_prep.errors import UserError
-from data_prep.files import naming, partial_path, written_aside
+from data_prep.files import locked, naming, partial_path, written_aside
 from data_prep.indexed import check_documents, token_dtype
 from data_prep.manifest import DomainCounts, SourceFile, TokenizerInfo
 from data_prep.token_counts import count_tokens
@@ -257,6 +257,11 @@ def claim_parts(folder: Path, plan: Plan, tokenizer: bytes, overwrite: bool) -> 
     """Make `folder` a place for the parts of `plan`; those that are there already stay. tokenizer: its content.
 
     Raises UserError naming what differs if it holds another plan's, unless `overwrite`: then they go."""
+    with locked(folder / "claim.lock"):  # shares that begin at once
+        _claim(folder, plan, tokenizer, overwrite)
+
+
+def _claim(folder: Path, plan: Plan, tokenizer: bytes, overwrite: bool) -> None:
     if plan_path(folder).exists():
         try:
             difference = load_plan(folder).difference(plan)
@@ -273,7 +278,6 @@ def claim_parts(folder: Path, plan: Plan, tokenizer: bytes, overwrite: bool) -> 
                 part_path(folder, number).unlink(missing_ok=True)
             for path in [*folder.glob("source_*.json"), *folder.glob("*.signatures")]:
                 path.unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
     if not tokenizer_copy_path(folder).exists() or overwrite:
         with written_aside(tokenizer_copy_path(folder)) as file:
             file.write(tokenizer)
@@ -282,20 +286,35 @@ def claim_parts(folder: Path, plan: Plan, tokenizer: bytes, overwrite: bool) -> 
 
 @contextmanager
 def locked_parts(folder: Path, shard_index: int, num_shards: int) -> Iterator[None]:
-    """Refuse a second run of the same share of the work: both would write the same files.
+    """Refuse a second run of the same share of the work, and of all of it beside any share: both would write the
+    same files. A run that fails with nothing finished leaves no folder.
 
     Raises UserError naming the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{shard_index}_of_{num_shards}.lock").open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: another run is working on it; wait for it or end it") from None
+    own = folder / f"{shard_index}_of_{num_shards}.lock"
+    with (folder / "run.lock").open("ab") as run, own.open("ab") as share:
+        _lock(run, folder, fcntl.LOCK_EX if num_shards == 1 else fcntl.LOCK_SH)
+        _lock(share, folder, fcntl.LOCK_EX)
         try:
             yield
-        finally:
-            if not plan_path(folder).exists():  # a full disk, say: nothing was begun
-                remove_parts(folder)
+        except BaseException:
+            if not anything_finished(folder):
+                with suppress(UserError):  # another share is at work in it
+                    _lock(run, folder, fcntl.LOCK_EX)
+                    remove_parts(folder)
+            raise
+
+
+def _lock(file: IO[bytes], folder: Path, kind: int) -> None:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{folder}: another run is working on it; wait for it or end it") from None
+
+
+def anything_finished(folder: Path) -> bool:
+    """Whether `folder` holds what a rerun need not do again."""
+    return bool(part_numbers(folder)) or any(folder.glob("*.signatures"))
 
 
 def remove_partial(folder: Path, numbers: Iterable[int]) -> None:
@@ -343,8 +362,10 @@ class PartWriter:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
-        self._partial.unlink(missing_ok=True)  # there only after a failure
+        try:
+            self._close()
+        finally:
+            self._partial.unlink(missing_ok=True)  # there only after a failure
 
     @property
     def num_outputs(self) -> int:
@@ -378,7 +399,7 @@ class PartWriter:
         part = Part(
             self._plan, self._number, self._offset, self._crc, dict(skipped), content_sha256, streamed, outputs
         )
-        self._file.close()
+        self._close()
         self._partial.replace(self._path)
         # Not durable: after a power failure the checksum tells.
         with written_aside(part_path(self._folder, self._number), durable=False) as file:
@@ -394,6 +415,10 @@ class PartWriter:
             part.ids.append(self._write(ids.astype(self._dtype, copy=False)))
         self._ids.clear()
         self._held_bytes = 0
+
+    def _close(self) -> None:
+        with naming(self._partial):  # what is buffered is written now
+            self._file.close()
 
     def _write(self, array: NDArray[Any]) -> Run:
         data = np.ascontiguousarray(array).view(np.uint8).data

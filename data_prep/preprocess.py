@@ -38,6 +38,7 @@ from data_prep.manifest import Manifest, TokenizerInfo
 from data_prep.parts import (
     Plan,
     PlannedSource,
+    anything_finished,
     claim_parts,
     finished_parts,
     load_source,
@@ -55,12 +56,14 @@ from data_prep.sources import (
     DEFAULT_DOMAIN_KEY,
     DEFAULT_TEXT_KEY,
     INPUT_HELP,
+    STANDARD_INPUT,
     OnError,
     ReadOptions,
     Shard,
     Source,
     expand_inputs,
     plan_shards,
+    remove_spooled,
 )
 from data_prep.splits import SPLITS, Shares, parse_shares
 from data_prep.summary import print_summary
@@ -160,15 +163,25 @@ def plan_job(
     folder = parts_folder(prefix)
     if not overwrite and not plan_path(folder).exists():
         check_not_existing(prefix, bool(split), by_domain)
-    sources = expand_inputs(inputs, spool_folder=folder)
-    shards = plan_shards(sources, read)
+    elif not overwrite and STANDARD_INPUT in inputs:
+        raise UserError(
+            f"{folder}: holds an unfinished run, with which standard input cannot go on; "
+            "pass --overwrite to begin anew, or choose another --output_prefix"
+        )
+    try:
+        sources = expand_inputs(inputs, spool_folder=folder)
+        shards = plan_shards(sources, read)
+        filter_sha256 = _code_digest(read.filter)
+    except BaseException:
+        remove_spooled(folder)
+        raise
     cuts = [[(piece.source.path, piece.start, piece.end) for piece in shard.pieces] for shard in shards]
     plan = Plan(
         sources=tuple(PlannedSource(source.path, source.num_bytes, source.modified_ns) for source in sources),
         tokenizer=_tokenizer_info(loaded),
         options=asdict(read)
         | {
-            "filter_sha256": _code_digest(read.filter),
+            "filter_sha256": filter_sha256,
             "split": list(split) if split else None,
             "by_domain": by_domain,
             "duplicates": asdict(duplicates) if duplicates else None,
@@ -263,14 +276,11 @@ def make_parts(
         run_tasks(tasks, job.options, workers, report_all)
     except BaseException as error:
         remove_partial(job.folder, numbers)
-        finished = len(part_numbers(job.folder))
-        if finished or any(job.folder.glob("*.signatures")):
+        if anything_finished(job.folder):
             error.add_note(
-                f"{finished} of {len(job.shards)} parts are finished and stay in {job.folder}; "
-                "the same command goes on from there"
+                f"{len(part_numbers(job.folder))} of {len(job.shards)} parts are finished and stay in "
+                f"{job.folder}; the same command goes on from there"
             )
-        else:
-            remove_parts(job.folder)
         raise
 
 
@@ -384,7 +394,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             from data_prep.dry_run import estimate
 
-            print(estimate(job, options.workers))
+            try:
+                print(estimate(job, options.workers))
+            finally:
+                remove_spooled(job.folder)
             return
         with progress_display(job.work_bytes(share.of(len(job.shards)))) as report:
             if options.num_shards is not None:

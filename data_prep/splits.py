@@ -16,7 +16,7 @@ SPLITS = ("train", "validation", "test")
 Shares = tuple[float, float, float]
 """Of train, validation and test; they sum to 1."""
 
-_MOST_SLUG_CHARACTERS = 80
+_MOST_SLUG_BYTES = 80  # of the 255 that a file's name may have
 
 
 def parse_shares(text: str) -> Shares:
@@ -54,8 +54,8 @@ def slugs(names: Iterable[str]) -> dict[str, str]:
     used = Counter(plain.values())
     return {
         name: slug
-        if slug and used[slug] == 1 and len(slug) <= _MOST_SLUG_CHARACTERS
-        else "-".join(filter(None, [slug[:_MOST_SLUG_CHARACTERS], _short_hash(name)]))
+        if slug and used[slug] == 1 and len(slug.encode()) <= _MOST_SLUG_BYTES
+        else "-".join(filter(None, [slug.encode()[:_MOST_SLUG_BYTES].decode(errors="ignore"), _short_hash(name)]))
         for name, slug in plain.items()
     }
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from data_prep.errors import UserError
+from data_prep.files import locked
 from data_prep.sample import DEMO_PREFIX, prepare_demo
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
@@ -18,7 +19,6 @@ from leviathan_ds.parallel.launch import (
     exit_interrupted,
     exit_with,
     hear_stop_signals,
-    locked,
     quiet_interrupts,
     quiet_libraries,
     share_cores_politely,

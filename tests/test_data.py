@@ -329,6 +329,31 @@ def test_indices_in_a_folder_of_the_users(corpus_copy: CopyCorpus, tmp_path: Pat
     assert not (cache / "build.lock").exists()
 
 
+@pytest.mark.parametrize("left", [0, 60, -8])
+def test_a_damaged_index_is_named(corpus_copy: CopyCorpus, left: int) -> None:
+    prefix = corpus_copy()
+    build(configure(prefix))
+    (path,) = prefix.parent.glob("*.index_cache/*/*-train-sample_index.npy")
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(UserError, match=rf"index {path.parent} is damaged .*remove it"):
+        build(configure(prefix))
+    shutil.rmtree(path.parent)
+    build(configure(prefix))
+
+
+def test_a_build_that_fails_leaves_nothing(corpus_copy: CopyCorpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk what it left would be in the way of the next."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    prefix = corpus_copy()
+    monkeypatch.setattr("megatron.core.datasets.gpt_dataset.numpy.save", full)
+    with pytest.raises(UserError, match="No space left on device; make room"):
+        build(configure(prefix))
+    assert caches(prefix) == []
+
+
 def test_empty_split_says_what_to_change(corpus: Path) -> None:
     with pytest.raises(UserError, match=r"the validation split has 0 of 35 documents and 0 tokens.*fraction"):
         build(configure(corpus, validation_fraction=1e-6))

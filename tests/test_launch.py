@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.errors import UserError
+from data_prep.files import locked
 from launchers import pretrain
 from leviathan_ds import run_directory
 from leviathan_ds.parallel import launch
@@ -48,7 +49,7 @@ def test_environment_of_each_launcher(
 HOLD = """
 import sys, time
 from pathlib import Path
-from leviathan_ds.parallel.launch import locked
+from data_prep.files import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -80,7 +81,7 @@ def test_lock_of_a_killed_holder_is_free(tmp_path: Path) -> None:
         if waiting is not None:
             waiting.kill()
             waiting.wait()
-    with launch.locked(path):  # and again in this process
+    with locked(path):  # and again in this process
         pass
 
 

@@ -18,7 +18,14 @@ from data_prep.sources.documents import (
     ReadOptions,
     Skip,
 )
-from data_prep.sources.inputs import INPUT_HELP, SUFFIXES, Source, expand_inputs
+from data_prep.sources.inputs import (
+    INPUT_HELP,
+    STANDARD_INPUT,
+    SUFFIXES,
+    Source,
+    expand_inputs,
+    remove_spooled,
+)
 from data_prep.sources.reading import ShardReader, iter_documents, read_shard
 from data_prep.sources.shards import Piece, Shard, plan_shards
 
@@ -26,6 +33,7 @@ __all__ = [
     "DEFAULT_DOMAIN_KEY",
     "DEFAULT_TEXT_KEY",
     "INPUT_HELP",
+    "STANDARD_INPUT",
     "SUFFIXES",
     "UNKNOWN_DOMAIN",
     "BadLine",
@@ -42,4 +50,5 @@ __all__ = [
     "iter_documents",
     "plan_shards",
     "read_shard",
+    "remove_spooled",
 ]

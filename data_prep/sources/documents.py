@@ -130,7 +130,7 @@ def to_document(record: dict[str, Any], place: Place, options: ReadOptions) -> D
     if text.isspace():
         return Skip("whitespace_text")
     found, domain = _look_up(record, options.domain_key)
-    return Document(text, str(domain) if found and domain is not None else UNKNOWN_DOMAIN)
+    return Document(text, str(domain) if found and domain not in (None, "") else UNKNOWN_DOMAIN)
 
 
 def _look_up(record: dict[str, Any], key: str) -> tuple[bool, Any]:

@@ -1,15 +1,17 @@
 """What the user names as input, expanded to single sources."""
 
 import glob
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from data_prep.errors import UserError
-from data_prep.files import written_aside
+from data_prep.files import check_utf8, written_aside
 from data_prep.sources import hub
 from data_prep.sources.streams import COMPRESSIONS
 
@@ -42,15 +44,17 @@ class Source:
 def expand_inputs(inputs: Sequence[str | Path], spool_folder: Path | None = None) -> list[Source]:
     """The sources behind `inputs`, in their order.
 
-    A file stands for itself; a directory for all files of known suffixes in it and below, sorted by path,
-    hidden ones left out, which must be of one format; a glob (`**` for any depth) for its matches, sorted;
-    hf: and hf-stream: for datasets (data_prep.sources.hub).
+    A file stands for itself; a directory for all files of known suffixes in it and below (symbolic links are
+    followed), sorted by path, hidden ones left out, which must be of one format; a glob (`**` for any depth) for
+    its matches, sorted; hf: and hf-stream: for datasets (data_prep.sources.hub).
     "-" stands for JSON lines on standard input, plain or compressed. They are copied to `spool_folder`
     first, since shards are read out of order and more than once; the caller deletes it, and a later run
     cannot go on from there.
 
-    Raises UserError for what is missing, empty or of an unknown suffix.
+    Raises UserError for what is missing, of an unknown suffix, or the same file twice, by whatever names.
     """
+    if list(map(str, inputs)).count(STANDARD_INPUT) > 1:
+        raise UserError("--input - -: there is one standard input")
     sources: list[Source] = []
     for name in map(str, inputs):
         if name.startswith(hub.STREAMED):
@@ -63,7 +67,19 @@ def expand_inputs(inputs: Sequence[str | Path], spool_folder: Path | None = None
             sources.append(_file_source(_spool(sys.stdin.buffer, spool_folder)))
         else:
             sources.extend(_file_source(path) for path in _files(name))
+    _refuse_twice(sources)
     return sources
+
+
+def _refuse_twice(sources: Sequence[Source]) -> None:
+    """Overlapping directories and globs would train on a file twice without a word."""
+    seen: dict[str, str] = {}
+    for source in sources:
+        real = source.path if source.format == "hf-stream" else str(Path(source.path).resolve())
+        if real in seen:
+            same = "" if seen[real] == source.path else f", also as {seen[real]}"
+            raise UserError(f"{source.path}: is among the inputs twice{same}; name it once")
+        seen[real] = source.path
 
 
 def _files(name: str) -> Iterator[Path]:
@@ -76,7 +92,7 @@ def _files(name: str) -> Iterator[Path]:
         matches = [Path(match) for match in sorted(glob.glob(name, recursive=True))]  # noqa: PTH207
         if not matches:
             raise UserError(f"{name}: matches no file")
-        files = [match for match in matches if match.is_file()]
+        files = [match for match in matches if not match.is_dir()]
         # With files among the matches, directories are what `**` passes through.
         for match in files or matches:
             yield from _files(str(match))
@@ -85,13 +101,7 @@ def _files(name: str) -> Iterator[Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.name.endswith(SUFFIXES)
-        and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+    files = sorted(_walk(folder))
     if not files:
         raise UserError(f"{folder}: no file in this directory ends with one of {', '.join(SUFFIXES)}")
     first_of = {_format(path): path for path in reversed(files)}
@@ -99,6 +109,19 @@ def _files_below(folder: Path) -> list[Path]:
         names = " and ".join(str(path.relative_to(folder)) for path in first_of.values())
         raise UserError(f"{folder}: holds files of several formats, {names}; name a glob of those meant")
     return files
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    seen: dict[Path, str] = {}
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        real = Path(parent).resolve()
+        if real in seen:  # else a link to a folder above it goes on for ever
+            raise UserError(f"{parent}: is the directory {seen[real]} once more; name a glob of the files meant")
+        seen[real] = parent
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if name.endswith(SUFFIXES) and not name.startswith("."):
+                yield Path(parent) / name
 
 
 def _format(path: Path) -> Format:
@@ -111,6 +134,7 @@ def _format(path: Path) -> Format:
 
 
 def _file_source(path: Path) -> Source:
+    check_utf8(path)
     status = path.stat()
     return Source(str(path), _format(path), status.st_size, status.st_mtime_ns)
 
@@ -124,6 +148,14 @@ def _spool(stream: BinaryIO, folder: Path) -> Path:
         file.write(start)
         shutil.copyfileobj(stream, file, 1 << 20)
     return path
+
+
+def remove_spooled(folder: Path) -> None:
+    """Remove what standard input was copied to, and the folder if nothing else is in it."""
+    for path in folder.glob("standard_input.*"):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # it is not there, or not empty
+        folder.rmdir()
 
 
 def check_unchanged(source: Source) -> None:

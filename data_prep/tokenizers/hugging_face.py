@@ -39,6 +39,8 @@ class HuggingFaceTokenizer:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        if hasattr(self._tokenizer.model, "dropout"):
+            self._tokenizer.model.dropout = None  # of its training: the same text has the same ids
         self.path = path
         self._vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._special = {

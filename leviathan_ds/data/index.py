@@ -23,11 +23,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
 from data_prep.errors import UserError
-from data_prep.files import bin_path
+from data_prep.files import bin_path, locked
 from data_prep.indexed import IndexedReader
 from data_prep.manifest import Manifest
 from leviathan_ds.config import DataConfig
-from leviathan_ds.parallel.launch import locked
 
 T = TypeVar("T")
 Documents = Literal["all", "training", "held_out"]
@@ -176,7 +175,10 @@ def _cached(
                 if not folder.is_dir():
                     _build_aside(folder, build)
                     built = True
-        loaded = load(folder)
+        try:
+            loaded = load(folder)
+        except (EOFError, ValueError) as error:  # numpy's, of a file that was copied in part
+            raise UserError(f"the index {folder} is damaged ({error}); remove it to have it built again") from None
     except OSError as error:
         raise UserError(
             f"the index cache {folder.parent} cannot be written or read: {error}; make room there, or name "
@@ -190,13 +192,14 @@ def _build_aside(folder: Path, build: Callable[[Path], None]) -> None:
     """Built aside and renamed: a killed build leaves nothing that a later run would trust."""
     aside = folder.with_name(f"{folder.name}.{os.uname().nodename}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)  # a killed build's whose process id has come round again
-    build(aside)
     try:
+        build(aside)
         aside.rename(folder)
     except OSError:
-        if not folder.is_dir():
+        if not folder.is_dir():  # else another node was first, with the same content
             raise
-        shutil.rmtree(aside)  # another node was first, with the same content
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # after a failure it may be what fills the disk
 
 
 def _documents(config: DataConfig, part: Part, lengths: np.ndarray) -> np.ndarray:

@@ -23,8 +23,9 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from data_prep.errors import UserError
+from data_prep.files import locked
 from leviathan_ds.config import ParallelConfig, TrainingConfig
-from leviathan_ds.parallel import ds_config, launch, registry, topology
+from leviathan_ds.parallel import ds_config, registry, topology
 from leviathan_ds.parallel.mpu import MegatronMpu
 
 # On CPU DeepSpeed would compile a shared-memory collective at first use, a minute or more; a process killed
@@ -155,7 +156,7 @@ def _build_cpu_adam() -> None:
     """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "leviathan_ds" / "extensions"))
     os.environ["TORCH_EXTENSIONS_DIR"] = str(root)
-    with launch.locked(root / "build.lock"):
+    with locked(root / "build.lock"):
         for stale in root.glob("**/cpu_adam/lock"):
             _logger.warning("removing %s, left by a build that was killed", stale)
             stale.unlink()

@@ -134,12 +134,3 @@ def claimed(path: Path) -> Iterator[None]:
                 ) from None
             _logger.warning("%s cannot be locked (%s); start no second run in its folder", path, error)
         yield
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file among the processes of a machine; freed when its holder dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

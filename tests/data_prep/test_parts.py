@@ -37,6 +37,7 @@ from data_prep.parts import (
     part_path,
     parts_folder,
     read_run,
+    tokenizer_copy_path,
 )
 from data_prep.preprocess import Share, main, make_parts, plan_job, prepare, preprocess
 from data_prep.sources import Document, ReadOptions, read_shard
@@ -190,15 +191,18 @@ def test_kills_at_every_file_operation_of_the_join(
 
 
 @pytest.mark.slow
-def test_forty_kills_at_any_time(tmp_path: Path, tokenizer_path: Path, undisturbed: tuple[Path, dict[str, bytes]]):
+@pytest.mark.parametrize("seed", [5, 6, 7, 8])
+def test_kills_at_any_time(
+    tmp_path: Path, tokenizer_path: Path, undisturbed: tuple[Path, dict[str, bytes]], seed: int
+):
     """Start-up and join included."""
     source, expected = undisturbed
-    generator = random.Random(5)
+    generator = random.Random(seed)
     began = time.monotonic()
     with start(source, tokenizer_path, tmp_path / "once" / "d") as run:
         assert run.wait(60) == 0
     whole_s = time.monotonic() - began
-    for moment in range(40):
+    for moment in range(10):
         prefix = tmp_path / str(moment) / "d"
         run = start(source, tokenizer_path, prefix)
         time.sleep(generator.uniform(0, whole_s))
@@ -263,7 +267,7 @@ def test_what_differs_is_said(tmp_path: Path, tokenizer_path: Path, half_done: P
     fails("the tokenizer: ", [source], tmp_path / "other.model")
     fails("text_key: text, now t", [source], text_key="t")
     fails("domain_key: ", [source], domain_key="d")
-    fails(r"the inputs: 1 files, now 2", [source, source])
+    fails(r"the inputs: 1 files, now 2", [source, TINY])
     fails(r"the inputs: .*in\.jsonl, now .*tiny\.jsonl", [TINY])
     assert contents(parts_folder(half_done)) == before
     status = source.stat()
@@ -389,6 +393,14 @@ def test_merge_refuses_missing_double_and_foreign_parts(
         merge(first, folders)
     merge(first, folders, overwrite=True)
     assert verify(first).documents == 35
+
+
+def test_merge_refuses_another_tokenizer_beside_the_parts(tmp_path: Path, tokenizer_path: Path):
+    assert run_share(tmp_path / "d", tokenizer_path, 0, 1) == 0
+    tokenizer_copy_path(parts_folder(tmp_path / "d")).write_bytes(b"another")
+    with pytest.raises(UserError, match=r"d\.parts/tokenizer: is not the tokenizer that made the parts"):
+        merge(tmp_path / "d")
+    assert [path.name for path in tmp_path.iterdir()] == ["d.parts"]
 
 
 def test_options_of_shares(tmp_path: Path, tokenizer_path: Path, capsys: pytest.CaptureFixture[str]):
