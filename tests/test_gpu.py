@@ -183,7 +183,7 @@ def test_attention_within_documents(device, dtype, groups):
     hidden = ~(documents[..., None] == documents[..., None, :]).tril()
     expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
     mask = document_mask(bounds, torch.Size((batch, length)), dtype, size)
-    assert (mask.dtype is torch.bool) == (dtype is torch.float32)
+    assert (mask.dtype is torch.bool) == (dtype is torch.float32 or device == "cpu")
     found = CausalCoreAttention(transformer_config(MODEL, ParallelConfig()))(*inputs, attention_mask=mask)
     compare(found, expected.permute(2, 0, 1, 3).flatten(2), inputs, exact, dtype)
 
