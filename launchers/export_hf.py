@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_prep.cli import CommandParser
+from data_prep.cli import CommandParser, print_error, run
+from data_prep.errors import UserError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -33,25 +34,31 @@ def build_parser() -> CommandParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status: 2 for the user's mistake, 1 for a refused export."""
     options = build_parser().parse_args(arguments)
-    start = time.monotonic()
-
     warnings.filterwarnings("ignore", module="megatron")  # it misses Transformer Engine, unused here
+    from leviathan_ds.export.publish import ExportRefused
+
+    try:
+        return run(lambda: export_checkpoint(options))
+    except ExportRefused as error:
+        print_error(str(error), error)
+        return 1
+
+
+def export_checkpoint(options) -> None:
+    """Export, and say what was written."""
+    start = time.monotonic()
     import torch
     from transformers.utils import logging
 
-    from leviathan_ds.export.publish import ExportRefused, check_export, export
+    from leviathan_ds.export.publish import check_export, export
     from leviathan_ds.parallel import topology
     from leviathan_ds.trained_model import find_trained_model
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    try:
-        trained = find_trained_model(options.checkpoint)
-        shards = options.max_shard_size
-        check_export(trained, options.output, options.overwrite, options.text, options.format, shards)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    trained = find_trained_model(options.checkpoint)
+    shards = options.max_shard_size
+    check_export(trained, options.output, options.overwrite, options.text, options.format, shards)
     topology.initialize(1)
     try:
         report = export(
@@ -63,12 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             overwrite=options.overwrite,
             text=options.text,
         )
-    except ExportRefused as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except OSError as error:  # names its file: no permission, a full disk, a file in the way
-        print(f"error: {options.output} cannot be written: {error}", file=sys.stderr)
-        return 2
+        raise UserError(f"{options.output} cannot be written: {error}") from error
     finally:
         topology.shutdown()
     seconds = time.monotonic() - start
@@ -84,7 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"rounding to {report.dtype} costs, against the unrounded trainer: largest logit difference "
             f"{report.rounding.max_logit_difference:.2e}, KL {report.rounding.kl_divergence:.2e} nats"
         )
-    return 0
 
 
 if __name__ == "__main__":

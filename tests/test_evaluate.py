@@ -37,6 +37,7 @@ from leviathan_ds.parallel import topology
 from leviathan_ds.trained_model import find_trained_model
 
 LENGTH, SAMPLES = 64, 13
+SMALL = dataclasses.replace(MODEL, vocab_size=603, num_layers=1)
 TEXT = Path(__file__).parent / "data_prep" / "minipile_tiny.jsonl"
 
 
@@ -159,6 +160,32 @@ def test_two_ranks_share_the_samples_and_sum_their_scores(two_ranks) -> None:
         for group, expected in zip(found, alone, strict=True):
             assert (group.tokens, group.bytes) == (expected.tokens, expected.bytes)
             assert group.nats == pytest.approx(expected.nats, rel=1e-6)
+
+
+def test_bfloat16_and_attention_within_documents(
+    tmp_path: Path, corpus: Path, corpus_tokenizer: Path, data: DataConfig
+) -> None:
+    """Both formats as the checkpoint; Leviathan's needs no --trust_remote_code.
+
+    The plain one in float32: in bfloat16 its table is a rounding of the generator's, which the losses show.
+    """
+    own = dataclasses.replace(data, reset_attention_mask=True)
+    with one_rank_alone():
+        run = make_run(tmp_path / "run", corpus_tokenizer, dtype=torch.bfloat16, model=SMALL, data=own)
+        for form, dtype in (("llama", torch.float32), ("leviathan", torch.bfloat16)):
+            publish(find_trained_model(run), tmp_path / form, form=form, dtype=dtype, text=Path(__file__))
+    recipe = run / run_directory.RECIPE
+
+    def losses(model: Path) -> list[float]:
+        (found,) = evaluation(tmp_path, "--checkpoint", model, "--data", corpus, "--config", recipe)["models"]
+        return [found["overall"]["loss"], *(each["loss"] for each in found["deciles"])]
+
+    expected = losses(run)
+    for form in ("llama", "leviathan"):
+        assert losses(tmp_path / form) == pytest.approx(expected, abs=1e-4), form
+    recipe.write_text(recipe.read_text().replace("reset_attention_mask: true", "reset_attention_mask: false"))
+    across = losses(tmp_path / "leviathan")
+    assert across == pytest.approx(losses(run), abs=1e-4) and abs(across[0] - expected[0]) > 1e-3
 
 
 def test_where_two_models_differ(

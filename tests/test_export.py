@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -281,3 +283,19 @@ def test_a_checkpoint_of_another_recipe(tmp_path: Path, sample_tokenizer: Path) 
         model = dataclasses.replace(MODEL, **change)
         with pytest.raises(ValueError, match=message):
             to_llama(dataclasses.replace(trained, recipe=dataclasses.replace(trained.recipe, model=model)))
+
+
+def test_a_killed_export_leaves_nothing(
+    tmp_path: Path, sample_tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM, the end of a batch job, in the middle of the comparison."""
+    run = make_run(tmp_path / "run", sample_tokenizer)
+    monkeypatch.setattr("leviathan_ds.export.publish.parity", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            export_hf.main(["--checkpoint", str(run), "--output", str(tmp_path / "hf" / "out")])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        topology.initialize(1)  # the launcher left the process groups
+    assert not list((tmp_path / "hf").iterdir())

@@ -14,14 +14,20 @@ from data_prep.tokenizers import load_tokenizer
 from leviathan_ds.export.tokenizer import PROBES, check_convertible, check_encoding, write_tokenizer
 
 
-def test_tokenizer_encodes_exactly(tmp_path: Path, sample_tokenizer: Path, sample_documents: list[str]) -> None:
+@pytest.mark.parametrize("stride", [64, pytest.param(8, marks=pytest.mark.slow)])
+def test_tokenizer_encodes_exactly(
+    stride: int, tmp_path: Path, sample_tokenizer: Path, sample_documents: list[str]
+) -> None:
     tokenizer = load_tokenizer(sample_tokenizer)
     write_tokenizer(tokenizer, tmp_path, 64)
     draw = random.Random(0)
     alphabets = ["ab", " \n\t", "-=", "01", ["the", " the"], ["</s>", "<s>", "<unk>", "<0x0A>", "▁"], "é中🙂"]
-    noise = ["".join(draw.choice(draw.choice(alphabets)) for _ in range(40)) for _ in range(3000)]
-    lines = [line for document in sample_documents[::8] for line in document.split("\n")]
-    assert check_encoding(tmp_path, tokenizer, [*PROBES, *noise, *lines, *sample_documents[::16]]) > 500_000
+    noise = ["".join(draw.choice(draw.choice(alphabets)) for _ in range(40)) for _ in range(24_000 // stride)]
+    lines = [line for document in sample_documents[::stride] for line in document.split("\n")]
+    assert (
+        check_encoding(tmp_path, tokenizer, [*PROBES, *noise, *lines, *sample_documents[:: 2 * stride]])
+        > 4_000_000 // stride
+    )
     exported = AutoTokenizer.from_pretrained(tmp_path)
     assert exported.eos_token_id not in exported.encode("</s>")
     assert exported.decode([tokenizer.eod_id, *tokenizer.encode("hi")], skip_special_tokens=True) == "hi"
@@ -92,6 +98,7 @@ def test_tiktoken_ranks_become_a_tokenizer_json(name: str, tmp_path: Path, sampl
     beyond = ["".join(f"a{chr(c)}B {chr(c)}" for c in range(s, s + 50)) for s in range(0x10000, 0x1FC00, 499)]
     texts = [*PROBES, *runs, *everywhere, *beyond, *sample_documents[::40], "s'ſ 'S 'll 'LL" + " " * 5000 + "x"]
     assert check_encoding(tmp_path, tokenizer, texts) > 300_000
+    assert load_tokenizer(tmp_path / "tokenizer.tiktoken").fingerprint == tokenizer.fingerprint
     exported = AutoTokenizer.from_pretrained(tmp_path)
     assert exported.eos_token_id == tokenizer.eod_id == {"o200k_base": 199_999, "cl100k_base": 100_257}[name]
     assert exported.decode([tokenizer.eod_id, *tokenizer.encode("hi")], skip_special_tokens=True) == "hi"

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from distributed_cases import Case
 from exports import GENERATOR, MODEL, SHAPES, VOCAB_SIZE, make_run
@@ -13,6 +14,7 @@ from run_cases import whole_run
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from data_prep.tokenizers import load_tokenizer
 from launchers import import_hf
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
@@ -47,8 +49,14 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert found[name].dtype == weight.dtype and torch.equal(found[name], weight), name
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, torch.float32) for name in SHAPES]
+    + [
+        pytest.param(name, torch.bfloat16, marks=() if name in ("leviathan", "dense tied") else pytest.mark.slow)
+        for name in SHAPES
+    ],
+)
 def test_an_export_of_its_own_kind_comes_back_bitwise(name: str, dtype, tmp_path: Path, sample_tokenizer: Path):
     """Leviathan by --format leviathan, dense by --format llama; from TP 2 to TP 1 and from TP 1 to TP 2."""
     model = SHAPES[name]
@@ -68,6 +76,8 @@ def test_an_export_of_its_own_kind_comes_back_bitwise(name: str, dtype, tmp_path
     assert len(list(back.checkpoint.glob("weights_tp*"))) == after
     assert back.tokenizer.fingerprint == find_trained_model(run).tokenizer.fingerprint
     assert run_directory.damage(back.checkpoint) is None
+    if dtype == torch.float32:
+        return
     # And out again: the same files.
     export(back, tmp_path / "again", form=form)
     for file in ("model.safetensors", "config.json", "tokenizer.json"):
@@ -180,6 +190,30 @@ def test_a_leviathan_does_not_become_dense_in_silence(tmp_path: Path, sample_tok
         import_model(tmp_path / "hf", tmp_path / "back", embedding="dense")
 
 
+def test_the_tokenizer_comes_back(tmp_path: Path, sample_tokenizer: Path, corpus: Path) -> None:
+    """Of a tokenizer.json with a chosen --eod_token: training would refuse the first run's datasets otherwise."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore
+    bpe.decoder = tokenizers.decoders.ByteLevel()  # type: ignore
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        ["some text"],
+        tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False),  # type: ignore
+    )
+    bpe.add_special_tokens(["</s>", "<stop>"])
+    bpe.save(str(tmp_path / "t.json"))
+    tokenizer = load_tokenizer(tmp_path / "t.json", "<stop>")
+    run = make_run(tmp_path / "run", sample_tokenizer)
+    (run / "tokenizer.model").unlink()
+    (run / "tokenizer.json").write_bytes(tokenizer.content)
+    export(find_trained_model(run), tmp_path / "hf")
+    imported = import_model(tmp_path / "hf", tmp_path / "back")
+    assert imported.recipe.data.tokenizer_fingerprint == tokenizer.fingerprint
+    assert find_trained_model(tmp_path / "back").tokenizer.eod_id == tokenizer.eod_id
+    with pytest.raises(ValueError, match=r"encoded with another tokenizer than .*training_tokenizer\.json"):
+        open_source(tmp_path / "hf", corpus)
+
+
 # ---- a generator fitted to a table ----
 
 SMALL = ModelConfig(
@@ -200,8 +234,8 @@ def test_the_fit_and_its_error() -> None:
     fits = {name: fit_generator(table, SMALL, options) for name, table in {"easy": easy, "noise": noise}.items()}
     assert fits["easy"].error.relative < 0.1 and fits["easy"].error.cosine > 0.99
     assert fits["noise"].error.relative > 0.2
-    again = fit_generator(easy, SMALL, options)
-    assert all(torch.equal(again.generator[name], weight) for name, weight in fits["easy"].generator.items())
+    first, again = (fit_generator(easy, SMALL, FitOptions(steps=10)).generator for _ in range(2))
+    assert all(torch.equal(again[name], weight) for name, weight in first.items())
 
     generator = SplineGenerator(300, 16, SMALL.generator)
     generator.load_state_dict(fits["noise"].generator)

@@ -26,6 +26,7 @@ from leviathan_ds.export.fit import DEFAULT_FIT, Fit, FitOptions, fit_generator
 from leviathan_ds.export.llama import empty_model
 from leviathan_ds.export.names import EMBED_TOKENS, GENERATOR_PREFIX, LM_HEAD, Correspondence, correspondences
 from leviathan_ds.export.publish import published
+from leviathan_ds.export.tokenizer import TOKENIZER_JSON, TRAINING_TOKENIZERS, encodes_alike
 from leviathan_ds.export.verify import exported_files
 from leviathan_ds.hf import LeviathanConfig
 from leviathan_ds.model.tensor_files import TensorFiles, write_tensors
@@ -34,7 +35,7 @@ from leviathan_ds.parallel import registry
 
 Embedding = Literal["dense", "leviathan"]
 
-_TOKENIZER_FILES = ("tokenizer.model", "tokenizer.tiktoken", "tokenizer.json")  # the first that is there
+_TOKENIZER_FILES = (*TRAINING_TOKENIZERS.values(), TOKENIZER_JSON)  # the first that is there
 _COMPUTED = "rotary_emb.inv_freq"  # stored by old versions of transformers, computed by all
 
 
@@ -103,7 +104,7 @@ def open_source(folder: Path, data: Path | None) -> Source:
     for name in files.shapes.keys() - expected.keys():
         if not name.endswith(_COMPUTED) and not (name == LM_HEAD and config.tie_word_embeddings):
             raise UserError(f"{folder} holds {name}, which a Llama of its config.json does not have")
-    return Source(folder, config, files, load_tokenizer(_tokenizer_file(folder, data)))
+    return Source(folder, config, files, _tokenizer(folder, data))
 
 
 def _config(folder: Path) -> Any:
@@ -138,13 +139,24 @@ def _config(folder: Path) -> Any:
     return config
 
 
-def _tokenizer_file(folder: Path, data: Path | None) -> Path:
-    if data is not None:
-        return data.with_name(load_manifest(data).tokenizer.file)
-    for name in _TOKENIZER_FILES:
-        if (folder / name).is_file():
-            return folder / name
-    raise UserError(f"{folder} holds none of {', '.join(_TOKENIZER_FILES)}; pass --data with a dataset's prefix")
+def _tokenizer(folder: Path, data: Path | None) -> Tokenizer:
+    own = next((folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()), None)
+    if data is None:
+        if own is None:
+            raise UserError(
+                f"{folder} holds none of {', '.join(_TOKENIZER_FILES)}; pass --data with a dataset's prefix"
+            )
+        return load_tokenizer(own)
+    tokenizer = load_tokenizer(data.with_name(load_manifest(data).tokenizer.file))
+    try:
+        models = tokenizer if own is None else load_tokenizer(own)
+    except UserError:  # of a kind that cannot be read: --data is the way out
+        return tokenizer
+    if not encodes_alike(data, tokenizer, models):
+        raise UserError(
+            f"--data {data} was encoded with another tokenizer than {own}; prepare it again with the model's"
+        )
+    return tokenizer
 
 
 def plan_recipe(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,17 +12,16 @@ from megatron.core.datasets.utils import Split
 from data_prep.blend import load_blend
 from data_prep.errors import UserError
 from data_prep.files import dataset_tokenizer_path
-from data_prep.indexed import IndexedReader
 from data_prep.tokenizers import Tokenizer, load_tokenizer
 from leviathan_ds.config import DataConfig
 from leviathan_ds.data.dataset import CheckedData, check_data
 from leviathan_ds.data.index import Documents, Part, open_part, shares
 from leviathan_ds.evaluation.frequency import deciles, training_frequencies
 from leviathan_ds.export.loaded import Export
+from leviathan_ds.export.tokenizer import encodes_alike
 
 SplitName = Literal["validation", "test", "train", "all"]
 _SIDES: dict[str, Documents] = {"validation": "held_out", "train": "training", "all": "all"}
-_PROBED_DOCUMENTS = 8  # of each dataset, whose text an export's tokenizer must encode alike
 _BLEND_SUFFIXES = (".yaml", ".yml")
 
 
@@ -114,10 +112,8 @@ def data_of(names: Sequence[str]) -> DataConfig:
 def check_tokenizer(export: Export, data: HeldOut) -> None:
     """Raise UserError where an export does not encode the data's text as the data are encoded."""
     for part in data.parts:
-        for document in itertools.islice(IndexedReader(part.prefix), _PROBED_DOCUMENTS):
-            text = data.tokenizer.decode(document.tolist())
-            if export.tokenizer.encode(text) != data.tokenizer.encode(text):
-                raise UserError(
-                    f"{part.prefix} was encoded with another tokenizer than that of {export.folder}; encode it "
-                    "again with the model's"
-                )
+        if not encodes_alike(part.prefix, data.tokenizer, export.tokenizer):
+            raise UserError(
+                f"{part.prefix} was encoded with another tokenizer than that of {export.folder}; encode it "
+                "again with the model's"
+            )

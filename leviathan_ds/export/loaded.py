@@ -28,7 +28,7 @@ class ExportTokenizer:
         self.eod_id: int = tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(text, add_special_tokens=False, verbose=False)  # no warning of long texts
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -35,7 +35,7 @@ from leviathan_ds.trained_model import TrainedModel
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
-class ExportRefused(UserError):
+class ExportRefused(ValueError):
     """The export does not reproduce the trainer; nothing was published."""
 
 

@@ -7,31 +7,36 @@ by piece, and `check_encoding` compares the two on real text before an export is
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tokenizers
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from data_prep.errors import UserError
+from data_prep.files import TokenizerKind
+from data_prep.indexed import IndexedReader
 from data_prep.tokenizers import Tokenizer
 from data_prep.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from data_prep.tokenizers.tiktoken_ranks import TiktokenTokenizer
+from leviathan_ds.run_directory import TOKENIZERS
 
-TOKENIZER_JSON, TOKENIZER_CONFIG, SENTENCEPIECE_MODEL = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-)
+TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TRAINING_TOKENIZERS: dict[TokenizerKind, str] = TOKENIZERS | {"huggingface": "training_tokenizer.json"}
+"""The training tokenizer's own file in an export: an imported model knows its training datasets by it.
+
+What `AutoTokenizer` reads, tokenizer.json, is not it even of that kind: it has no post-processor."""
 
 _SPACE = "▁"  # SentencePiece's picture of a space
 # Fields of sentencepiece_model.proto
 _BPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
+_PROBED_DOCUMENTS = 8
 # Text that looks like control tokens, byte pieces or nothing but space: what conversions get wrong.
 PROBES = (
     "",
@@ -62,7 +67,7 @@ def check_convertible(tokenizer: Tokenizer) -> None:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, model_max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json into `folder`, and tokenizer.model if that is what it is of.
+    """Write tokenizer.json and tokenizer_config.json into `folder`, and beside them the training tokenizer's file.
 
     Raises UserError as `check_convertible` does.
     """
@@ -79,7 +84,6 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, model_max_length: int) -
     if isinstance(tokenizer, SentencePieceTokenizer):
         proto = _convertible_proto(tokenizer)
         _build(proto).save(str(folder / TOKENIZER_JSON))
-        (folder / SENTENCEPIECE_MODEL).write_bytes(tokenizer.content)
         unknown = proto.trainer_spec.unk_id
         names = {index: piece.piece for index, piece in enumerate(proto.pieces)}
     else:
@@ -93,6 +97,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, model_max_length: int) -
         (folder / TOKENIZER_JSON).write_text(json.dumps(description, ensure_ascii=False))
         names = {token["id"]: token["content"] for token in description["added_tokens"]}
         unknown = None
+    (folder / TRAINING_TOKENIZERS[tokenizer.kind]).write_bytes(tokenizer.content)
     # A document follows the end of the one before: this is what the model saw in front of a text.
     config["bos_token"] = config["eos_token"] = names[tokenizer.eod_id]
     if unknown is not None:
@@ -130,6 +135,19 @@ def check_encoding(folder: Path, tokenizer: Tokenizer, texts: Iterable[str]) -> 
             raise UserError(f"the exported tokenizer decodes otherwise than the training tokenizer: {text[:60]!r}")
         num_tokens += len(expected)
     return num_tokens
+
+
+class Encoder(Protocol):
+    """Any tokenizer, ours or an export's."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+def encodes_alike(prefix: Path, tokenizer: Tokenizer, other: Encoder) -> bool:
+    """Whether the first documents of a dataset, which `tokenizer` encoded, have the same ids by another one."""
+    documents = itertools.islice(IndexedReader(prefix), _PROBED_DOCUMENTS)
+    texts = (tokenizer.decode(document.tolist()) for document in documents)
+    return all(other.encode(text) == tokenizer.encode(text) for text in texts)
 
 
 def _convertible_proto(tokenizer: SentencePieceTokenizer) -> Any:
