@@ -26,7 +26,7 @@ from data_prep.tokenizers.tiktoken_ranks import TiktokenTokenizer
 from leviathan_ds.run_directory import TOKENIZERS
 
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-TRAINING_TOKENIZERS: dict[TokenizerKind, str] = TOKENIZERS | {"huggingface": "training_tokenizer.json"}
+TRAINING_TOKENIZERS: dict[TokenizerKind, str] = {**TOKENIZERS, "huggingface": "training_tokenizer.json"}
 """The training tokenizer's own file in an export: an imported model knows its training datasets by it.
 
 What `AutoTokenizer` reads, tokenizer.json, is not it even of that kind: it has no post-processor."""
