@@ -64,6 +64,8 @@ def test_other_sentencepiece_settings_encode_exactly(
     noise = ["".join(draw.choices(parts, k=12)) for _ in range(500)]
     check_encoding(tmp_path, tokenizer, [*PROBES, *noise, *sample_documents[:60]])
     assert AutoTokenizer.from_pretrained(tmp_path).pad_token_id == tokenizer.pad_id
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["add_prefix_space"] == options["add_dummy_prefix"], "what llama.cpp goes by"
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, model_max_length: int) -
         proto = _convertible_proto(tokenizer)
         _build(proto).save(str(folder / TOKENIZER_JSON))
         unknown = proto.trainer_spec.unk_id
+        # llama.cpp reads tokenizer.model, and of its dummy prefix only what stands here.
+        config["add_prefix_space"] = proto.normalizer_spec.add_dummy_prefix
         names = {index: piece.piece for index, piece in enumerate(proto.pieces)}
     else:
         description = (
