@@ -154,36 +154,26 @@ def test_norm(device, dtype):
 
 @precisions
 @pytest.mark.parametrize("groups", [8, 2])
-def test_attention(device, dtype, groups):
-    """Causal, with as many and with fewer key and value heads."""
+@pytest.mark.parametrize("packed", [False, True], ids=["one_document", "documents"])
+def test_attention(device, dtype, groups, packed):
+    """Causal, with as many and with fewer key and value heads.
+
+    Of packed documents: flash attention in half precision on a GPU, a mask elsewhere."""
     length, batch, heads, size = 48, 2, 8, 64
     shapes = ((length, batch, heads, size), *[(length, batch, groups, size)] * 2)
     inputs = [random(*shape, device=device, dtype=dtype, seed=index) for index, shape in enumerate(shapes)]
     exact = double(*inputs)
     query, key, value = (x.repeat_interleave(heads // x.shape[2], 2).permute(1, 2, 0, 3) for x in exact)
     scores = query @ key.transpose(-1, -2) / size**0.5
-    future = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
-    expected = scores.masked_fill(future, -torch.inf).softmax(-1) @ value
-    found = CausalCoreAttention(transformer_config(MODEL, ParallelConfig()))(*inputs, attention_mask=None)
-    compare(found, expected.permute(2, 0, 1, 3).flatten(2), inputs, exact, dtype)
-
-
-@precisions
-@pytest.mark.parametrize("groups", [8, 2])
-def test_attention_within_documents(device, dtype, groups):
-    """Flash attention over packed documents in half precision, a mask in float32."""
-    length, batch, heads, size = 48, 2, 8, 64
-    shapes = ((length, batch, heads, size), *[(length, batch, groups, size)] * 2)
-    inputs = [random(*shape, device=device, dtype=dtype, seed=index) for index, shape in enumerate(shapes)]
-    exact = double(*inputs)
-    query, key, value = (x.repeat_interleave(heads // x.shape[2], 2).permute(1, 2, 0, 3) for x in exact)
-    scores = query @ key.transpose(-1, -2) / size**0.5
-    bounds = torch.tensor([0, 5, 48, 78, 96], dtype=torch.int32, device=device)
-    documents = torch.repeat_interleave(torch.arange(4, device=device), bounds.diff()).view(batch, 1, length)
-    hidden = ~(documents[..., None] == documents[..., None, :]).tril()
-    expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
-    mask = document_mask(bounds, torch.Size((batch, length)), dtype, size)
-    assert (mask.dtype is torch.bool) == (dtype is torch.float32 or device == "cpu")
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    mask = None
+    if packed:
+        bounds = torch.tensor([0, 5, 48, 78, 96], dtype=torch.int32, device=device)
+        documents = torch.repeat_interleave(torch.arange(4, device=device), bounds.diff()).view(batch, 1, length)
+        seen = seen & (documents[..., None] == documents[..., None, :])
+        mask = document_mask(bounds, torch.Size((batch, length)), dtype, size)
+        assert (mask.dtype is torch.bool) == (dtype is torch.float32 or device == "cpu")
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value
     found = CausalCoreAttention(transformer_config(MODEL, ParallelConfig()))(*inputs, attention_mask=mask)
     compare(found, expected.permute(2, 0, 1, 3).flatten(2), inputs, exact, dtype)
 
