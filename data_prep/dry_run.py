@@ -2,19 +2,17 @@
 
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from data_prep.encode import Progress, ShardEncoder
+from data_prep.encode import EncodeOptions, Progress, ShardEncoder
 from data_prep.errors import UserError
 from data_prep.indexed import token_dtype
 from data_prep.progress import duration
 from data_prep.sources import Piece, Source, plan_shards
 from data_prep.sources.streams import COMPRESSIONS, expansion
-
-if TYPE_CHECKING:
-    from data_prep.preprocess import Job
+from data_prep.tokenizers import Tokenizer
 
 _SAMPLE_SHARD_BYTES = 1 << 20
 _SAMPLE_SHARDS = 24
@@ -22,21 +20,21 @@ _SAMPLE_S = 20.0
 _INDEX_BYTES = 20  # of a document in the .idx
 
 
-def estimate(job: "Job", workers: int) -> str:
+def estimate(sources: Sequence[Source], tokenizer: Tokenizer, options: EncodeOptions, workers: int) -> str:
     """A line each for documents, tokens, time and disk, from up to 24 samples of 1 MiB, spread over the inputs.
 
     They are encoded in this process, for at most 20 s, and in a temporary folder. Compressed files are sampled
     at their start only. Time is that of one process divided by `workers`."""
-    expansions = {source: _expansion(source) for source in job.sources}
+    expansions = {source: _expansion(source) for source in sources}
     shards = [
         shard
-        for shard in plan_shards(job.sources, job.options.read, _SAMPLE_SHARD_BYTES)
+        for shard in plan_shards(sources, options.read, _SAMPLE_SHARD_BYTES)
         if not (shard.pieces[0].source.path.endswith(COMPRESSIONS) and shard.pieces[0].start)
     ]
     stride = max(1, len(shards) // _SAMPLE_SHARDS)
     sampled_bytes, done = 0.0, Progress()
     with tempfile.TemporaryDirectory(prefix="data_prep_") as folder:
-        encoder = ShardEncoder(job.tokenizer, replace(job.options, folder=Path(folder)))
+        encoder = ShardEncoder(tokenizer, replace(options, folder=Path(folder)))
         start = time.monotonic()
         for number, shard in enumerate(shards[::stride][:_SAMPLE_SHARDS]):
             last = Progress()
@@ -52,10 +50,10 @@ def estimate(job: "Job", workers: int) -> str:
                 break
         seconds = time.monotonic() - start
     if not done.tokens:
-        raise UserError(f"{job.sources[0].path}: no document with text in the sample; see --text_key")
-    scale = max(1.0, sum(source.num_bytes * expansions[source] for source in job.sources) / sampled_bytes)
+        raise UserError(f"{sources[0].path}: no document with text in the sample; see --text_key")
+    scale = max(1.0, sum(source.num_bytes * expansions[source] for source in sources) / sampled_bytes)
     documents, tokens, text_bytes = (round(scale * n) for n in (done.documents, done.tokens, done.text_bytes))
-    disk = tokens * token_dtype(job.plan.tokenizer.vocab_size).itemsize + documents * _INDEX_BYTES
+    disk = tokens * token_dtype(tokenizer.vocab_size).itemsize + documents * _INDEX_BYTES
     return "\n".join(
         [
             f"from a sample of {done.text_bytes:,} bytes of text, {done.documents:,} documents, {seconds:.1f} s:",

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from data_prep import cli
 from data_prep.blend import Weighting, add_weighting_options
+from data_prep.dry_run import estimate
 from data_prep.duplicates import DuplicateOptions, Method, find_duplicates
 from data_prep.encode import EncodeOptions, Progress, is_file
 from data_prep.errors import UserError
@@ -392,10 +393,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             overwrite=options.overwrite or options.dry_run,
         )
         if options.dry_run:
-            from data_prep.dry_run import estimate
-
             try:
-                print(estimate(job, options.workers))
+                print(estimate(job.sources, job.tokenizer, job.options, options.workers))
             finally:
                 remove_spooled(job.folder)
             return

@@ -96,7 +96,7 @@ def test_dry_run_of_compressed_files(tmp_path: Path, tokenizer_path: Path):
     source = tmp_path / "long.jsonl.zst"
     source.write_bytes(zstandard.compress(TINY.read_bytes() * 40))
     job = plan_job([source], tokenizer_path, tmp_path / "d", ReadOptions())
-    words = estimate(job, 1).splitlines()[1].replace(",", "").split()
+    words = estimate(job.sources, job.tokenizer, job.options, 1).splitlines()[1].replace(",", "").split()
     assert int(words[1]) == pytest.approx(40 * 35, rel=0.1)
 
 
