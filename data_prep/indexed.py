@@ -14,12 +14,9 @@ The .bin holds the token ids and nothing else. The .idx, little endian:
 Here every document is one sequence. Positions are 64-bit throughout.
 """
 
-import os
 import struct
-from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 import numpy as np
@@ -80,44 +77,6 @@ def check_documents(
         raise ValueError(f"id {ids[wrong]} in document {document} is outside the vocabulary of {vocab_size}")
     if np.any(ids[ends - 1] != eod_id) or np.count_nonzero(ids == eod_id) != len(lengths):
         raise ValueError(f"every document must end with its only end-of-document id, {eod_id}")
-
-
-class IndexedWriter:
-    """Writes documents one after the other to a .bin and, on `finish`, their index to an .idx.
-
-    Keeps four bytes a document in memory. A context manager: leaving it closes the files.
-    """
-
-    def __init__(self, bin_file: Path, idx_file: Path, vocab_size: int, eod_id: int) -> None:
-        self.dtype = token_dtype(vocab_size)
-        self._idx_file = idx_file
-        self._vocab_size = vocab_size
-        self._eod_id = eod_id
-        self._lengths = array("i")
-        self._bin = bin_file.open("wb")
-
-    def __enter__(self) -> "IndexedWriter":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bin.close()
-
-    def add(self, ids: NDArray[np.integer], lengths: NDArray[np.int32]) -> None:
-        """Append documents, given and checked as by `check_documents`."""
-        if len(lengths) == 0:
-            return
-        check_documents(ids, lengths, self._vocab_size, self._eod_id, first=len(self._lengths))
-        self._bin.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
-        self._lengths.frombytes(np.ascontiguousarray(lengths, dtype=np.int32).tobytes())
-
-    def finish(self) -> None:
-        """Flush the .bin to the disk and write the .idx."""
-        self._bin.flush()
-        os.fsync(self._bin.fileno())
-        with self._idx_file.open("wb") as file:
-            write_index(file, [np.frombuffer(self._lengths, dtype=np.int32)], self.dtype)
-            file.flush()
-            os.fsync(file.fileno())
 
 
 class IndexedReader:

@@ -7,13 +7,12 @@ import shutil
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from exports import GENERATOR, MODEL, SHAPES, VOCAB_SIZE, make_run, trainer_logits
 from transformers.models.llama import modeling_llama
 
-from data_prep.indexed import IndexedWriter
+from data_prep.preprocess import preprocess
 from data_prep.sample import sample_corpus_path
 from data_prep.tokenizers import load_tokenizer
 from data_prep.train_tokenizer import train_tokenizer
@@ -201,12 +200,9 @@ def test_output_in_the_way(tmp_path: Path, sample_tokenizer: Path) -> None:
 def test_where_the_real_text_comes_from(
     tmp_path: Path, sample_tokenizer: Path, sample_documents: list[str]
 ) -> None:
-    tokenizer = load_tokenizer(sample_tokenizer)
     texts = [document[:500] for document in sample_documents[:3]]
-    with IndexedWriter(tmp_path / "d.bin", tmp_path / "d.idx", VOCAB_SIZE, tokenizer.eod_id) as writer:
-        for ids in ([*tokenizer.encode(text), tokenizer.eod_id] for text in texts):
-            writer.add(np.array(ids), np.array([len(ids)], np.int32))
-        writer.finish()
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    preprocess([tmp_path / "d.jsonl"], sample_tokenizer, tmp_path / "d")
     data = DataConfig(prefixes=(str(tmp_path / "d"),), sequence_length=64)
     trained = find_trained_model(make_run(tmp_path / "run", sample_tokenizer, data=data))
     assert list(real_text(trained, None)) == texts

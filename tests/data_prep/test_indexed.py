@@ -10,7 +10,7 @@ import torch
 from megatron.core.datasets import indexed_dataset as megatron
 
 from data_prep.files import bin_path, idx_path
-from data_prep.indexed import IndexedReader, IndexedWriter, check_dataset, token_dtype, write_index
+from data_prep.indexed import IndexedReader, check_dataset, check_documents, token_dtype, write_index
 
 EOD = 2
 VOCABULARIES = [300, 65_499, 65_500, 65_535, 65_536, 65_537, 200_000]
@@ -24,11 +24,14 @@ def random_documents(vocab_size: int) -> list[np.ndarray]:
 
 
 def write(prefix: Path, documents: list[np.ndarray], vocab_size: int, split: int = 2) -> None:
-    with IndexedWriter(bin_path(prefix), idx_path(prefix), vocab_size, EOD) as writer:
-        for part in (documents[:split], [], documents[split:]):
-            ids = np.concatenate([np.empty(0, np.int64), *part])
-            writer.add(ids, np.array([len(document) for document in part], dtype=np.int32))
-        writer.finish()
+    """As preprocess does: checked, cast, indexed block by block."""
+    ids, dtype = np.concatenate([np.empty(0, np.int64), *documents]), token_dtype(vocab_size)
+    lengths = np.array([len(document) for document in documents], dtype=np.int32)
+    if documents:
+        check_documents(ids, lengths, vocab_size, EOD)
+    bin_path(prefix).write_bytes(ids.astype(dtype).tobytes())
+    with idx_path(prefix).open("wb") as file:
+        write_index(file, [lengths[:split], lengths[split:]], dtype)
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
@@ -93,22 +96,20 @@ def test_index_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 @pytest.mark.parametrize("wrong", [-1, 0, 65_536])
-def test_ids_outside_the_vocabulary_never_wrap(tmp_path: Path, vocab_size: int, wrong: int):
+def test_ids_outside_the_vocabulary_never_wrap(vocab_size: int, wrong: int):
     wrong_id = vocab_size + wrong if wrong >= 0 else wrong
-    with IndexedWriter(tmp_path / "d.bin", tmp_path / "d.idx", vocab_size, EOD) as writer:
-        writer.add(np.array([5, EOD]), np.array([2], np.int32))
-        with pytest.raises(ValueError, match=f"id {wrong_id} in document 2 is outside the vocabulary"):
-            writer.add(np.array([5, EOD, 6, wrong_id, EOD]), np.array([2, 3], np.int32))
+    ids, lengths = np.array([5, EOD, 6, wrong_id, EOD]), np.array([2, 3], np.int32)
+    with pytest.raises(ValueError, match=f"id {wrong_id} in document 2 is outside the vocabulary"):
+        check_documents(ids, lengths, vocab_size, EOD, first=1)
 
 
 @pytest.mark.parametrize(
     ("ids", "lengths"),
     [([5, 6], [2]), ([5, EOD, 6, EOD], [4]), ([EOD, 5], [2]), ([5, EOD], [3]), ([EOD, EOD], [1, 0])],
 )
-def test_exactly_one_end_of_document_at_the_end(tmp_path: Path, ids: list[int], lengths: list[int]):
-    with IndexedWriter(tmp_path / "d.bin", tmp_path / "d.idx", 300, EOD) as writer:
-        with pytest.raises(ValueError, match=r"end-of-document|lengths sum"):
-            writer.add(np.array(ids), np.array(lengths, np.int32))
+def test_exactly_one_end_of_document_at_the_end(ids: list[int], lengths: list[int]):
+    with pytest.raises(ValueError, match=r"end-of-document|lengths sum"):
+        check_documents(np.array(ids), np.array(lengths, np.int32), 300, EOD)
 
 
 def cut(path: Path, num_bytes: int) -> None:

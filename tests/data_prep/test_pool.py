@@ -118,6 +118,8 @@ def test_bar_on_a_terminal(capsys: Any, monkeypatch: pytest.MonkeyPatch):
     with progress_display(1000) as report:
         report(Progress(0, 0, 0, 0, 0))
         report(Progress(500, 12, 50, 100, 1))
+    shown = capsys.readouterr().err
+    assert "12 documents" in shown and "50%" in shown
 
 
 def test_duration():
