@@ -60,6 +60,13 @@ def test_a_study_is_a_grid_of_recipes(tmp_path):
     ]
 
 
+def test_an_experiment_may_have_a_budget_of_its_own(tmp_path):
+    grid = {"learning_rate": {"arms": ["leviathan"], "sizes": ["d32"], "tokens": 2_560}, "iso_body": {}}
+    runs = list(write_study(tmp_path, experiments=grid).runs())
+    assert {run.tokens for run in runs if run.kind == "learning_rate"} == {2_560}
+    assert all(run.tokens >= 10_000 for run in runs if run.kind == "iso_body")
+
+
 def test_isoparametric_totals_agree(tmp_path):
     study = write_study(tmp_path)
     runs = {run.name: run for run in study.runs()}
@@ -125,6 +132,7 @@ def test_the_papers_studies_are_the_recipes():
     [
         ({"tokns": 1}, "unknown key tokns"),
         ({"tokens": "1e6"}, "tokens must be a whole number"),
+        ({"experiments": {"iso_body": {"tokens": 0}}}, "experiments.iso_body.tokens must be a whole number"),
         ({"arms": None}, "arms is missing"),
         ({"experiments": {"iso": {}}}, "unknown experiment iso"),
         ({"experiments": {"iso_body": {"arms": ["tied"]}}}, "iso_body.arms names tied, not among dense_tied"),

@@ -39,6 +39,8 @@ class Experiment:
     """Name → sections of a recipe that differ."""
     match_arm: str = "dense_untied"
     """isoparametric: layers are added until the total is this arm's of the same size."""
+    tokens: int | None = None
+    """Of each of its runs; None: the study's."""
 
 
 def run_name(kind: Kind, arm: str, size: str, variant: str, seed: int) -> str:
@@ -121,8 +123,9 @@ class Study:
             raise UserError(
                 f"study {self.name}: model.vocab_size is open; set it to the tokenizer's, sizes depend on it"
             )
-        if self.tokens is not None:
-            steps = -(-self.tokens // (recipe.training.global_batch_size * recipe.data.sequence_length))
+        tokens = grid.tokens or self.tokens
+        if tokens is not None:
+            steps = -(-tokens // (recipe.training.global_batch_size * recipe.data.sequence_length))
             recipe = replace(recipe, training=replace(recipe.training, train_steps=steps))
         if kind == "isoparametric":
             twin = _recipe(merged(self.recipe, self.sizes[size], self.arms[grid.match_arm]), f"of {self.name}")
@@ -211,13 +214,13 @@ def load(path: Path) -> Study:
                     raise UserError(
                         f"study {path}: experiments.{kind}.{key} names {name}, not among {', '.join(known)}"
                     )
+        _whole_number(grid, "tokens", path, f"experiments.{kind}.")
         lists = {key: tuple(grid[key]) for key in ("arms", "sizes", "seeds") if key in grid}
         experiments[kind] = Experiment(**(grid | lists))
     cluster = values.pop("cluster", {})
     _known(cluster, {each.name for each in fields(Cluster)}, path, "cluster.")
     for key in ("tokens", "world_size"):
-        if key in values and not (isinstance(values[key], int) and values[key] > 0):
-            raise UserError(f"study {path}: {key} must be a whole number above zero, got {values[key]!r}")
+        _whole_number(values, key, path)
     if "keep_checkpoints" in values:
         values["keep_checkpoints"] = tuple(values["keep_checkpoints"])
     study = Study(
@@ -225,6 +228,11 @@ def load(path: Path) -> Study:
     )
     list(study.runs())  # their recipes are checked, too
     return study
+
+
+def _whole_number(values: Mapping[str, Any], key: str, path: Path, prefix: str = "") -> None:
+    if key in values and not (isinstance(values[key], int) and values[key] > 0):
+        raise UserError(f"study {path}: {prefix}{key} must be a whole number above zero, got {values[key]!r}")
 
 
 def _known(values: Any, known: set[str], path: Path, prefix: str) -> None:
