@@ -38,12 +38,14 @@ bench: setup
 	$(BIN)/python -W ignore benchmarks/scale.py
 
 # The machinery of studies (docs/studies.md) on the sample corpus, 160 s of CPU time; its numbers mean nothing.
+STUDY_RUNS ?= runs/studies
 study-smoke: setup
-	rm -rf runs/studies/smoke
-	$(BIN)/python launchers/study.py run studies/smoke.yaml
-	$(BIN)/python launchers/study.py collect studies/smoke.yaml --results runs/studies/smoke/results
-	$(BIN)/python launchers/study.py report studies/smoke.yaml --results runs/studies/smoke/results \
-		--page runs/studies/smoke/results.md
+	rm -rf $(STUDY_RUNS)/smoke
+	$(BIN)/python launchers/study.py run studies/smoke.yaml --runs_dir $(STUDY_RUNS)
+	$(BIN)/python launchers/study.py collect studies/smoke.yaml --runs_dir $(STUDY_RUNS) \
+		--results $(STUDY_RUNS)/smoke/results
+	$(BIN)/python launchers/study.py report studies/smoke.yaml --results $(STUDY_RUNS)/smoke/results \
+		--page $(STUDY_RUNS)/smoke/results.md
 
 clean:
 	rm -rf .venv runs data hf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from leviathan_ds.studies.comparison import Comparison
 from leviathan_ds.studies.fits import PowerLaw, equivalent, fit_dense, fit_power_law, tokens_to_reach
 from leviathan_ds.studies.report import CAPTIONS
 from leviathan_ds.studies.study import Run, layers_for, load
-from tests.study_runs import STUDY, finish, finish_all, write_study
+from tests.study_runs import finish, finish_all, write_study
 
 ROOT = Path(__file__).parents[1]
 LAW = PowerLaw(2.0, 60.0, 0.3)
@@ -375,31 +376,36 @@ def test_a_signal_is_handed_on_and_waited_for(tmp_path):
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_one_run_by_the_launcher(tmp_path, corpus):
-    """Train by `deepspeed`, evaluate by frequency, measure the embeddings, collect, report."""
-    grid = {"iso_body": {"arms": ["leviathan"], "sizes": ["d32"]}}
-    recipe = {
-        **STUDY["recipe"],
-        "data": {**STUDY["recipe"]["data"], "prefixes": [str(corpus)], "validation_fraction": 0.2},
-    }
-    recipe |= {"model": {**recipe["model"], "vocab_size": 600}, "run": {"eval_interval": 2, "eval_samples": 8}}
-    study = write_study(tmp_path, experiments=grid, recipe=recipe, tokens=1024)
-    said = []
-    assert runner.run_study(study, tmp_path / "runs" / "planted", "*", said.append) == 0, (said, _logs(tmp_path))
-    where = ["--results", str(tmp_path / "results")]
-    file = str(tmp_path / "planted.yaml")
-    assert launcher.main(["collect", file, "--runs_dir", str(tmp_path / "runs"), *where]) == 0
-    assert launcher.main(["report", file, "--page", str(tmp_path / "page.md"), *where]) == 0
-    (row,) = results.read_table(tmp_path / "results" / "planted", results.RUNS)
-    assert row["tokens"] == 1024
-    assert row["commit"]
-    deciles = results.read_table(tmp_path / "results" / "planted", results.FREQUENCY)
-    assert [each["decile"] for each in deciles] == list(range(1, 11))
-    nats = sum(each["share"] * each["loss"] for each in deciles if each["share"])
-    assert nats == pytest.approx(row["val_loss"], abs=0.02)
-    (embedding,) = results.read_embeddings(tmp_path / "results" / "planted")
-    assert 1 < embedding["effective_rank"] <= 32
-    assert sum(embedding["generator"]["knot_usage"]) == pytest.approx(1, abs=1e-2)
+def test_the_smoke_study(tmp_path):
+    """As users type it: five trainings by `deepspeed`, frequencies, embeddings, tables, figures, the page."""
+    done = subprocess.run(
+        ["make", "study-smoke", f"STUDY_RUNS={tmp_path}"], check=False, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr, _logs(tmp_path))
+    folder = tmp_path / "smoke" / "results" / "smoke"
+    rows = results.read_table(folder, results.RUNS)
+    planned = load(ROOT / "studies" / "smoke.yaml").runs()
+    assert [_identity(row) for row in rows] == [(run.kind, run.arm, run.size) for run in planned]
+    deciles = results.read_table(folder, results.FREQUENCY)
+    for row in rows:
+        assert row["tokens"] == 20_480
+        assert row["commit"]
+        of_run = [each for each in deciles if _identity(each) == _identity(row)]
+        assert [each["decile"] for each in of_run] == list(range(1, 11))
+        nats = sum(each["share"] * each["loss"] for each in of_run if each["share"])
+        assert nats == pytest.approx(row["val_loss"], abs=0.02), _identity(row)
+    for each in results.read_embeddings(folder):
+        assert 1 < each["effective_rank"] <= 64
+        if each["arm"] == "leviathan":
+            assert sum(each["generator"]["knot_usage"]) == pytest.approx(1, abs=1e-2)
+    page = (tmp_path / "smoke" / "results.md").read_text()
+    assert "Iso-body, against the tied table" in page
+    for figure in set(re.findall(r"\]\((.*?\.png)\)", page)):
+        assert (tmp_path / "smoke" / figure).is_file(), figure
+
+
+def _identity(row: results.Row) -> tuple:
+    return row["kind"], row["arm"], row["size"]
 
 
 def _logs(folder: Path) -> str:
