@@ -104,7 +104,7 @@ def train(
     )
     model = LanguageModel(config, ParallelConfig())
     initialize_weights(model, config, seed=1)
-    groups = registry.optimizer_groups(model, training.weight_decay, False, lr_scale)
+    groups = registry.optimizer_groups(model, replace(training, generator_lr_scale=lr_scale))
     optimizer = torch.optim.AdamW(groups, betas=(training.adam_beta1, training.adam_beta2))
     batches = iter(loader(datasets[0], GlobalBatchSampler(0, training.train_steps, BATCH, BATCH, 0, 1), 0))
     losses, start = [], time.perf_counter()

@@ -222,9 +222,9 @@ def _votes(zero_stage: ZeroStage, tensor_parallel_size: int, world_size: int) ->
 def _optimizer_group(recipe: Recipe, tensor: _Tensor) -> tuple[float, float]:
     """Weight decay and learning-rate scale: what tells `registry.optimizer_groups` apart."""
     training = recipe.training
-    generator = tensor.module == "generator"
-    decays = tensor.decayed or (generator and training.decay_generator_vectors)
-    return (training.weight_decay if decays else 0.0, training.generator_lr_scale if generator else 1.0)
+    decays = tensor.decayed or (tensor.module == "generator" and training.decay_generator_vectors)
+    scales = {"generator": training.generator_lr_scale, "table": training.table_lr_scale}
+    return (training.weight_decay if decays else 0.0, scales.get(tensor.module, 1.0))
 
 
 def _tensors(recipe: Recipe) -> list[_Tensor]:

@@ -72,6 +72,7 @@ class Case:
                 compile=self.compile,
                 loss_chunk_tokens=24,
                 generator_lr_scale=0.5,
+                table_lr_scale=0.7,
             ),
         )
 
@@ -130,7 +131,7 @@ def single_process_run(case: Case) -> dict[str, Any]:
     training = recipe.training
     model = LanguageModel(recipe.model, recipe.parallel)
     initialize_weights(model, recipe.model, training.seed)
-    groups = registry.optimizer_groups(model, training.weight_decay, False, training.generator_lr_scale)
+    groups = registry.optimizer_groups(model, training)
     optimizer = torch.optim.AdamW(groups, betas=(training.adam_beta1, training.adam_beta2), eps=training.adam_eps)
     losses, norms, grads = [], [], {}
     for step, micro_batches in enumerate(batches(case)):

@@ -126,6 +126,7 @@ BAD_VALUES: list[tuple[type, dict[str, Any], str]] = [
             "weight_decay",
             "clip_grad",
             "generator_lr_scale",
+            "table_lr_scale",
             "adam_beta1",
             "adam_beta2",
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from leviathan_ds.config import GeneratorConfig, ModelConfig, ParallelConfig
+from leviathan_ds.config import GeneratorConfig, ModelConfig, ParallelConfig, TrainingConfig
 from leviathan_ds.model.language_model import LanguageModel
 from leviathan_ds.parallel import registry
 
@@ -89,7 +89,7 @@ def test_model_with_an_unknown_parameter_does_not_start() -> None:
     with pytest.raises(KeyError, match="stray"):
         registry.mark_tensor_parallel(model)
     with pytest.raises(KeyError, match="stray"):
-        registry.optimizer_groups(model, 0.1, False, 1.0)
+        registry.optimizer_groups(model, TrainingConfig())
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -125,10 +125,10 @@ def test_shard_of_a_projection_computes_its_part() -> None:
     torch.testing.assert_close(rows, x @ full.T)
 
 
-def groups_by_name(model: nn.Module, *arguments: float) -> dict[str, tuple[float, float]]:
+def groups_by_name(model: nn.Module, training: TrainingConfig) -> dict[str, tuple[float, float]]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = {}
-    for group in registry.optimizer_groups(model, *arguments):  # pyright: ignore[reportArgumentType]
+    for group in registry.optimizer_groups(model, training):
         for parameter in group["params"]:
             assert names[parameter] not in found
             found[names[parameter]] = (group["weight_decay"], group["lr_scale"])
@@ -139,7 +139,10 @@ def groups_by_name(model: nn.Module, *arguments: float) -> dict[str, tuple[float
 @pytest.mark.parametrize("decay_vectors", [False, True])
 def test_decay_and_learning_rate_scale_of_every_parameter(decay_vectors: bool) -> None:
     vectors = ("codebooks", "norm_weight", "norm_bias")
-    for name, (decay, scale) in groups_by_name(build("leviathan"), 0.25, decay_vectors, 3.0).items():
+    training = TrainingConfig(
+        weight_decay=0.25, decay_generator_vectors=decay_vectors, generator_lr_scale=3.0, table_lr_scale=0.5
+    )
+    for name, (decay, scale) in groups_by_name(build("leviathan"), training).items():
         generator = "generator" in name
         assert scale == (3.0 if generator else 1.0), name
         if name.endswith("layernorm.weight"):
@@ -150,10 +153,13 @@ def test_decay_and_learning_rate_scale_of_every_parameter(decay_vectors: bool) -
             assert decay == 0.25, name
 
 
-def test_dense_models_have_two_groups() -> None:
+def test_dense_models_have_two_groups_and_a_third_for_a_table_of_another_rate() -> None:
     for embedding in ("dense_tied", "dense_untied"):
-        groups = registry.optimizer_groups(build(embedding), 0.1, True, 3.0)
-        assert sorted((group["weight_decay"], group["lr_scale"]) for group in groups) == [(0.0, 1.0), (0.1, 1.0)]
+        found = groups_by_name(build(embedding), TrainingConfig(weight_decay=0.1, generator_lr_scale=3.0))
+        assert set(found.values()) == {(0.0, 1.0), (0.1, 1.0)}
+        scaled = groups_by_name(build(embedding), TrainingConfig(weight_decay=0.1, table_lr_scale=0.5))
+        assert {name for name, (_, scale) in scaled.items() if scale != 1} == {"embedding.word_embeddings.weight"}
+        assert scaled["embedding.word_embeddings.weight"] == (0.1, 0.5)
 
 
 @pytest.mark.parametrize("embedding", EMBEDDINGS)

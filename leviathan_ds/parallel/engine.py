@@ -71,9 +71,7 @@ def initialize(
     registry.complete_partial_gradients(model, parallel)
     if ds_config.offloads_optimizer(config):
         _build_cpu_adam()
-    groups = registry.optimizer_groups(
-        model, training.weight_decay, training.decay_generator_vectors, training.generator_lr_scale
-    )
+    groups = registry.optimizer_groups(model, training)
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=groups,  # pyright: ignore[reportArgumentType]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from leviathan_ds.config import ParallelConfig
+from leviathan_ds.config import ParallelConfig, TrainingConfig
 from leviathan_ds.parallel import topology
 
 Component = Literal["generator", "embedding", "body", "head"]
@@ -154,29 +154,25 @@ def complete_partial_gradients(model: nn.Module, parallel: ParallelConfig) -> No
             parameter.register_hook(sum_over_ranks)
 
 
-def group_names(
-    names: Iterable[str], weight_decay: float, decay_generator_vectors: bool, generator_lr_scale: float
-) -> dict[tuple[float, float], list[str]]:
+def group_names(names: Iterable[str], training: TrainingConfig) -> dict[tuple[float, float], list[str]]:
     """(weight decay, learning-rate scale) of each of AdamW's groups → the names of its parameters.
 
     Norm weights never decay; the generator's vectors (codebooks, LayerNorms) by the switch.
     """
+    scales = {"generator": training.generator_lr_scale, "embedding": training.table_lr_scale}
     groups: dict[tuple[float, float], list[str]] = {}
     for name in names:
         rule = rule_for(name)
-        generator = rule.component == "generator"
-        decays = not rule.undecayed or (generator and decay_generator_vectors)
-        key = (weight_decay if decays else 0.0, generator_lr_scale if generator else 1.0)
+        decays = not rule.undecayed or (rule.component == "generator" and training.decay_generator_vectors)
+        key = (training.weight_decay if decays else 0.0, scales.get(rule.component, 1.0))
         groups.setdefault(key, []).append(name)
     return groups
 
 
-def optimizer_groups(
-    model: nn.Module, weight_decay: float, decay_generator_vectors: bool, generator_lr_scale: float
-) -> list[dict]:
+def optimizer_groups(model: nn.Module, training: TrainingConfig) -> list[dict]:
     """Parameter groups for AdamW: with and without decay, and apart by learning-rate scale."""
     parameters = dict(model.named_parameters())
-    groups = group_names(parameters, weight_decay, decay_generator_vectors, generator_lr_scale)
+    groups = group_names(parameters, training)
     return [
         {"params": [parameters[name] for name in names], "weight_decay": decay, "lr_scale": scale}
         for (decay, scale), names in groups.items()

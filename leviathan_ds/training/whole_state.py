@@ -139,9 +139,7 @@ def _runs_without_zero(state: dict[str, Any], checkpoint: Path) -> Iterator[_Run
     training = recipes.load(checkpoint / run_directory.RECIPE).training
     groups = registry.group_names(
         [name for name in state["module"] if state["module"][name] is not None],
-        training.weight_decay,
-        training.decay_generator_vectors,
-        training.generator_lr_scale,
+        training,
     )
     names = [name for group in groups.values() for name in group]
     moments = _in_order(state["optimizer"])
