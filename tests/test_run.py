@@ -19,6 +19,7 @@ from run_cases import NAN_STEPS, whole_run
 from launchers import audit
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
+from leviathan_ds.parallel.launch import EXIT_DIVERGED
 from leviathan_ds.training.schedule import learning_rate
 
 CASE = Case(zero="zero1")
@@ -122,6 +123,17 @@ def test_a_start_on_a_full_disk_is_one_line_on_all_ranks(two_ranks, recipe, smal
     assert first["error"] == second["error"]
     assert first["error"].startswith(f"{run_dir} cannot be written; make room and start the same command again: ")
     assert os.strerror(28) in first["error"] and "\n" not in first["error"]
+
+
+# ---- how a start ended ----
+
+
+def test_a_diverged_start_is_on_record_until_the_run_has_gone_on(two_ranks, recipe: Path, tmp_path: Path):
+    """Whatever launched it: a study reads the summary (studies/runner.py)."""
+    for options, nan, code in ((("--faults.max_consecutive_skips=1",), True, EXIT_DIVERGED), ((), False, 0)):
+        ranks = two_ranks.run(whole_run, CASE, recipe, tmp_path / "run", options, None, nan)
+        assert [rank["code"] for rank in ranks] == [code, code]
+        assert run_directory.update_summary(tmp_path / "run")["exit_code"] == code
 
 
 # ---- blends ----

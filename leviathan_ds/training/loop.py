@@ -75,6 +75,8 @@ def run(job: Job) -> int:
         stop_file = job.run_dir / run_directory.STOP if topology.rank() == 0 else None
         with Watchdog(60 * recipe.run.distributed_timeout_minutes, stop_file) as watchdog:
             code = _Training(job, engine, metrics, num_parameters, watchdog).run()
+        # Whatever launched this run: a study must know a diverged one (studies/runner.py).
+        metrics.summarize(exit_code=code)
     finally:
         metrics.close()
     topology.barrier()  # the launcher kills all ranks as soon as one has left with a code
