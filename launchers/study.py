@@ -23,7 +23,7 @@ def build_parser() -> CommandParser:
         added = command(name, description)
         added.add_argument("study", type=Path, nargs=nargs, help="a study file, see studies/")
         added.add_argument(
-            "--runs_dir", type=Path, default=Path("runs/studies"), help="RUNS_DIR/STUDY has its runs"
+            "--runs_dir", type=_from_here, default="runs/studies", help="RUNS_DIR/STUDY has its runs"
         )
         return added
 
@@ -48,8 +48,13 @@ def build_parser() -> CommandParser:
     return parser
 
 
+def _from_here(text: str) -> Path:
+    """Runs are started in the project's folder, wherever this command is."""
+    return Path(text).absolute()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status: 2 for the user's mistake, 1 if some runs failed."""
+    """The command line; returns the exit status: 2 for the user's mistake, 1 if some runs failed, 75 after a stop."""
     options = build_parser().parse_args(arguments)
     code = 0
 

@@ -62,7 +62,9 @@ def test_a_study_is_a_grid_of_recipes(tmp_path):
 
 
 def test_an_experiment_may_have_a_budget_of_its_own(tmp_path):
-    grid = {"learning_rate": {"arms": ["leviathan"], "sizes": ["d32"], "tokens": 2_560}, "iso_body": {}}
+    rates = {"lr": {"training": {"lr": 1e-3}}}
+    tuning = {"arms": ["leviathan"], "sizes": ["d32"], "tokens": 2_560, "variants": rates}
+    grid = {"learning_rate": tuning, "iso_body": {}}
     runs = list(write_study(tmp_path, experiments=grid).runs())
     assert {run.tokens for run in runs if run.kind == "learning_rate"} == {2_560}
     assert all(run.tokens >= 10_000 for run in runs if run.kind == "iso_body")
@@ -136,7 +138,31 @@ def test_the_papers_studies_are_the_recipes():
         ({"experiments": {"iso_body": {"tokens": 0}}}, "experiments.iso_body.tokens must be a whole number"),
         ({"arms": None}, "arms is missing"),
         ({"experiments": {"iso": {}}}, "unknown experiment iso"),
-        ({"experiments": {"iso_body": {"arms": ["tied"]}}}, "iso_body.arms names tied, not among dense_tied"),
+        ({"experiments": {"iso_body": {"arms": ["tied"]}}}, "iso_body.arms names 'tied', not among 'dense_tied'"),
+        (
+            {"experiments": {"iso_body": {"arms": "leviathan"}}},
+            "arms must be a list with something in it, got 'le",
+        ),
+        ({"experiments": {"iso_body": {"sizes": []}}}, r"iso_body.sizes must be a list with something in it"),
+        ({"experiments": {"iso_body": {"sizes": ["d32", "d32"]}}}, "iso_body.sizes has 'd32' twice"),
+        ({"experiments": {"iso_body": {"seeds": []}}}, "iso_body.seeds must be a list with something in it"),
+        ({"experiments": {"iso_body": {"seeds": [1, 1]}}}, "iso_body.seeds has 1 twice"),
+        ({"experiments": {"iso_body": {"seeds": 2}}}, "iso_body.seeds must be a list"),
+        ({"experiments": {"iso_body": {"seeds": [1, "2"]}}}, "iso_body.seeds must be whole numbers"),
+        ({"experiments": {"isoparametric": {"match_arm": "tied"}}}, "isoparametric.match_arm names 'tied', not"),
+        ({"experiments": {"ablation": {"variants": ["a"]}}}, "ablation.variants must be a mapping of names"),
+        ({"experiments": {"ablation": {"variants": {}}}}, "ablation.variants must be a mapping of names"),
+        ({"experiments": {"ablation": {"variants": {"a": 3}}}}, "ablation.variants.a must be a mapping of sec"),
+        ({"experiments": {"ablation": {"variants": {0.3: {}}}}}, "reads 0.3 in experiments.ablation.variants as"),
+        (
+            {"sizes": {64: {"model": {"hidden_size": 64}}}},
+            "YAML reads 64 in sizes as no string; put the name in q",
+        ),
+        ({"arms": {"a": {"model": None}}}, "arms.a must be a mapping of sections"),
+        ({"experiments": {"learning_rate": {}}}, "learning_rate.variants sets no training.lr"),
+        ({"experiments": {"learning_rate": {"variants": {"a": None}}}}, "variants.a sets no training.lr"),
+        ({"keep_checkpoints": "iso_body"}, "keep_checkpoints must be a list, got 'iso_body'"),
+        ({"keep_checkpoints": ["isobody"]}, "keep_checkpoints names 'isobody', not among 'learning_rate'"),
         ({"experiments": {"iso_body": {"seed": 1}}}, "unknown key experiments.iso_body.seed"),
         ({"cluster": {"gpus": 8}}, "unknown key cluster.gpus"),
         ({"sizes": {"d32": {"model": {"hidden": 32}}}}, "unknown key model.hidden"),
@@ -146,6 +172,31 @@ def test_the_papers_studies_are_the_recipes():
 def test_mistakes_in_a_study_are_named(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         write_study(tmp_path, **({"experiments": {"iso_body": {}}} | changes))
+
+
+def test_a_variant_with_nothing_behind_its_name_changes_nothing(tmp_path):
+    variants = {"as_is": None, "rank8": {"model": {"generator": {"rank": 8}}}}
+    ablation = {"arms": ["leviathan"], "sizes": ["d64"], "variants": variants}
+    study = write_study(tmp_path, experiments={"ablation": ablation, "iso_body": {}}, keep_checkpoints=[])
+    runs = {run.name: run for run in study.runs()}
+    as_is = runs["ablation/leviathan-d64-as_is-s1"]
+    assert as_is.recipe == runs["iso_body/leviathan-d64-s1"].recipe
+    assert study.keep_checkpoints == ()
+
+
+def test_a_study_is_the_same_from_any_folder(tmp_path, monkeypatch):
+    """Sizes that are recipe files are the project's; run directories are where the user is."""
+    monkeypatch.chdir(tmp_path)
+    assert {run.size for run in load(ROOT / "studies" / "paper_v2.yaml").runs()} == {"200m", "400m", "1200m"}
+    with pytest.raises(UserError, match=r"recipe recipes/none\.yaml: No such file"):
+        write_study(tmp_path, sizes={"none": "recipes/none.yaml"})
+    write_study(tmp_path, experiments={"iso_body": {"arms": ["leviathan"], "sizes": ["d32"]}})
+    started = []
+    monkeypatch.setattr(runner, "execute", lambda command, log: started.append(command) or 1)
+    assert launcher.main(["run", "planted.yaml", "--runs_dir", "runs"]) == 1
+    options = dict(zip(started[0][:-1], started[0][1:], strict=True))
+    assert options["--run_dir"] == str(tmp_path / "runs" / "planted" / "iso_body" / "leviathan-d32-s1")
+    assert options["--config"] == f"{options['--run_dir']}.yaml"
 
 
 # ---- fits ----

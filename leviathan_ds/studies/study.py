@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from leviathan_ds.accounting import count_parameters, flops_per_token
 from leviathan_ds.config import ModelConfig, Recipe
 from leviathan_ds.scaling import Cluster, predict_step
 
+ROOT = Path(__file__).parents[2]
 Kind = Literal["learning_rate", "iso_body", "isoparametric", "ablation"]
 KINDS: tuple[Kind, ...] = get_args(Kind)  # in the order in which they run: the tuned rates are the others'
 TOLERANCE = 0.02  # of total parameters, between isoparametric arms
@@ -198,36 +199,89 @@ def load(path: Path) -> Study:
         if not isinstance(values.get(key), dict) or not values[key]:
             raise UserError(f"study {path}: {key} is missing or no mapping; {expected}")
     sizes = {
-        name: recipes.read_recipe_file(Path(size)) if isinstance(size, str) else size or {}
+        name: recipes.read_recipe_file(_from_here_or_the_project(size)) if isinstance(size, str) else size
         for name, size in values.pop("sizes").items()
     }
-    arms = {name: arm or {} for name, arm in values.pop("arms").items()}
+    sizes, arms = _by_name(sizes, path, "sizes"), _by_name(values.pop("arms"), path, "arms")
     experiments = {}
     for kind, grid in values.pop("experiments").items():
         if kind not in KINDS:
             raise UserError(f"study {path}: unknown experiment {kind}; known: {', '.join(KINDS)}")
         _known(grid, {each.name for each in fields(Experiment)}, path, f"experiments.{kind}.")
-        grid = {"arms": list(arms), "sizes": list(sizes)} | grid
-        for key, known in (("arms", arms), ("sizes", sizes)):
-            for name in grid[key]:
-                if name not in known:
-                    raise UserError(
-                        f"study {path}: experiments.{kind}.{key} names {name}, not among {', '.join(known)}"
-                    )
-        _whole_number(grid, "tokens", path, f"experiments.{kind}.")
-        lists = {key: tuple(grid[key]) for key in ("arms", "sizes", "seeds") if key in grid}
-        experiments[kind] = Experiment(**(grid | lists))
+        experiments[kind] = _experiment(kind, grid, sizes, arms, path)
     cluster = values.pop("cluster", {})
     _known(cluster, {each.name for each in fields(Cluster)}, path, "cluster.")
     for key in ("tokens", "world_size"):
         _whole_number(values, key, path)
-    if "keep_checkpoints" in values:
-        values["keep_checkpoints"] = tuple(values["keep_checkpoints"])
+    if "keep_checkpoints" in values:  # of no others: a mistake here would cost checkpoints
+        values["keep_checkpoints"] = _several(
+            values["keep_checkpoints"], path, "keep_checkpoints", KINDS, may_be_empty=True
+        )
     study = Study(
         name=path.stem, sizes=sizes, arms=arms, experiments=experiments, cluster=Cluster(**cluster), **values
     )
     list(study.runs())  # their recipes are checked, too
     return study
+
+
+def _experiment(
+    kind: Kind, grid: dict[str, Any], sizes: Mapping[str, Any], arms: Mapping[str, Any], path: Path
+) -> Experiment:
+    place = f"experiments.{kind}"
+    _whole_number(grid, "tokens", path, f"{place}.")
+    checked: dict[str, Any] = {
+        "arms": _several(grid.get("arms", list(arms)), path, f"{place}.arms", arms),
+        "sizes": _several(grid.get("sizes", list(sizes)), path, f"{place}.sizes", sizes),
+    }
+    if "seeds" in grid:
+        checked["seeds"] = _several(grid["seeds"], path, f"{place}.seeds")
+        if not all(type(seed) is int and seed >= 0 for seed in checked["seeds"]):
+            raise UserError(f"study {path}: {place}.seeds must be whole numbers, got {grid['seeds']!r}")
+    if "variants" in grid:
+        checked["variants"] = _by_name(grid["variants"], path, f"{place}.variants")
+    experiment = Experiment(**(grid | checked))
+    if kind == "isoparametric" or "match_arm" in grid:
+        _several([experiment.match_arm], path, f"{place}.match_arm", arms)
+    if kind == "learning_rate":
+        for name, sections in experiment.variants.items():
+            if "lr" not in sections.get("training", {}):
+                which = f"variants.{name}" if name else "variants"
+                raise UserError(f"study {path}: {place}.{which} sets no training.lr, the rate to try")
+    return experiment
+
+
+def _by_name(values: Any, path: Path, key: str) -> dict[str, dict[str, Any]]:
+    """Name → sections of a recipe; a name with nothing behind it changes nothing."""
+    if not isinstance(values, dict) or not values:
+        raise UserError(f"study {path}: {key} must be a mapping of names to sections of a recipe, got {values!r}")
+    for name, sections in values.items():
+        if not isinstance(name, str):
+            raise UserError(f"study {path}: YAML reads {name!r} in {key} as no string; put the name in quotes")
+        if sections is not None and not (
+            isinstance(sections, dict) and all(isinstance(section, dict) for section in sections.values())
+        ):
+            raise UserError(f"study {path}: {key}.{name} must be a mapping of sections, got {sections!r}")
+    return {name: sections or {} for name, sections in values.items()}
+
+
+def _several(
+    values: Any, path: Path, key: str, known: Collection[str] | None = None, may_be_empty: bool = False
+) -> tuple[Any, ...]:
+    """A list of different values, as a tuple; all of them known ones, where those are given."""
+    if not isinstance(values, list) or not (values or may_be_empty):
+        expected = "a list" if may_be_empty else "a list with something in it"
+        raise UserError(f"study {path}: {key} must be {expected}, got {values!r}")
+    for index, value in enumerate(values):
+        if known is not None and value not in list(known):
+            raise UserError(f"study {path}: {key} names {value!r}, not among {', '.join(map(repr, known))}")
+        if value in values[:index]:
+            raise UserError(f"study {path}: {key} has {value!r} twice")
+    return tuple(values)
+
+
+def _from_here_or_the_project(name: str) -> Path:
+    """A recipe file that a study names: relative to this folder, else to the project's."""
+    return next((path for path in (Path(name), ROOT / name) if path.is_file()), Path(name))
 
 
 def _whole_number(values: Mapping[str, Any], key: str, path: Path, prefix: str = "") -> None:
