@@ -39,6 +39,10 @@ class StartFailure(RuntimeError):
     """
 
 
+class InUse(UserError):
+    """Another process holds what this one wants for itself."""
+
+
 @dataclass(frozen=True)
 class LaunchEnvironment:
     """A rank's place as `deepspeed` (or torchrun) set it; a lone process is rank 0 of 1."""
@@ -115,8 +119,8 @@ def claimed(path: Path) -> Iterator[None]:
     """Hold a file among the processes of all machines that see it; freed when this process dies.
 
     A record lock: unlike flock's, no data loader's worker inherits it and keeps it after a kill. Raises
-    UserError when another process holds the file or it cannot be made; where the disk knows no locks, it only
-    warns.
+    InUse when another process holds the file, UserError when it cannot be made; where the disk knows no locks,
+    it only warns.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +132,7 @@ def claimed(path: Path) -> Iterator[None]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise UserError(
+                raise InUse(
                     f"another process is training in {path.parent} ({path} is locked); wait for it or end it, "
                     "or take another --run_dir"
                 ) from None

@@ -12,16 +12,16 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from data_prep.errors import UserError
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
-from leviathan_ds.parallel.launch import EXIT_DIVERGED, EXIT_STOPPED
-from leviathan_ds.studies.study import LearningRates, Run, Study
+from leviathan_ds.parallel.launch import EXIT_DIVERGED, EXIT_STOPPED, InUse, claimed
+from leviathan_ds.studies.study import ROOT, LearningRates, Run, Study
 
-ROOT = Path(__file__).parents[2]
 # In a run directory, of its last checkpoint: losses by frequency of launchers/evaluate.py, and studies/measure.py.
 EVALUATION, MEASURES = "evaluation.json", "measures.json"
 Say = Callable[[str], None]
@@ -30,35 +30,52 @@ Say = Callable[[str], None]
 def run_study(study: Study, folder: Path, pattern: str, say: Say) -> int:
     """Train and measure the runs whose names match that are not done yet, going on after one that fails.
 
-    Returns 0 if all are done, 1 if some failed or could not start, EXIT_STOPPED after a signal.
+    A run that another process trains or measures is left to that one. Returns 0 if none failed, 1 if some did or
+    could not start, EXIT_STOPPED after a signal.
     """
     names = [run.name for run in study.runs(pattern=pattern)]
     if not names:
         raise UserError(f"no run of {study.name} matches {pattern!r}; `study.py plan` lists them")
-    troubles = []
+    troubles, elsewhere = [], []
     for number, name in enumerate(names, 1):
         # Anew for each: the tuning runs before may have settled its learning rate.
         (run,) = study.runs(tuned_rates(study, folder), name)
-        trouble = run.missing or changed(run, folder / name)
-        log = folder / f"{name}.log"
-        if trouble is None and not finished(run, folder / name):
-            say(f"[{number}/{len(names)}] {name}: about {study.predicted_s(run) / 60:.0f} min; log: {log}")
-            code = execute(pretrain_command(study, run, folder), log)
-            if code == EXIT_STOPPED:
-                say(f"stopped in {name}; the same command goes on there")
-                return code
-            if code == EXIT_DIVERGED:  # else it is tried again, and what never was a run must not look like one
-                run_directory.update_summary(folder / name, exit_code=code)
-            trouble = f"ended with code {code}, see {log}" if code else None
+        run_dir, log, code = folder / name, folder / f"{name}.log", 0
+        trouble = run.missing
+        if trouble is None and (difference := changed(run, run_dir)):
+            trouble = f"{difference}; to train it anew, remove {run_dir}"
         if trouble is None:
-            trouble = measure_run(run, folder / name)
-        if trouble is None and run.kind not in study.keep_checkpoints:
-            shutil.rmtree(folder / name / run_directory.CHECKPOINTS, ignore_errors=True)
+            try:
+                with reserved(run_dir):
+                    if not finished(run, run_dir):
+                        minutes = study.predicted_s(run) / 60
+                        say(f"[{number}/{len(names)}] {name}: about {minutes:.0f} min; log: {log}")
+                        code = execute(pretrain_command(study, run, folder), log)
+                        trouble = f"ended with code {code}, see {log}" if code else None
+                    if not code:
+                        code = measure_run(run, run_dir)
+                        trouble = f"could not be measured, see {log}" if code else None
+                    if not code and run.kind not in study.keep_checkpoints:
+                        shutil.rmtree(run_dir / run_directory.CHECKPOINTS, ignore_errors=True)
+            except InUse:
+                elsewhere.append(name)
+                say(f"[{number}/{len(names)}] {name}: is being trained by another process, or measured")
+        if code == EXIT_STOPPED:
+            say(f"stopped in {name}; the same command goes on there")
+            return code
         if trouble is not None:
             say(f"[{number}/{len(names)}] {name}: {trouble}")
             troubles.append(name)
-    say(f"{len(names) - len(troubles)} of {len(names)} runs are done")
+    say(f"{len(names) - len(troubles) - len(elsewhere)} of {len(names)} runs are done")
     return 1 if troubles else 0
+
+
+def reserved(run_dir: Path) -> AbstractContextManager[None]:
+    """A run for this process alone, from its training until its checkpoints are gone. Raises InUse.
+
+    Not by RUN/lock, which the training itself takes, half a minute after its start and not while it is measured.
+    """
+    return claimed(run_dir.with_name(f"{run_dir.name}.lock"))
 
 
 def pretrain_command(study: Study, run: Run, folder: Path) -> list[str]:
@@ -79,8 +96,8 @@ def pretrain_options(study: Study, run: Run, folder: Path) -> list[str]:
     return ["--ds_config", study.ds_config, "--config", str(path), "--run_dir", str(folder / run.name)]
 
 
-def measure_run(run: Run, run_dir: Path) -> str | None:
-    """Evaluate and measure a run's last checkpoint where that is not done; what went wrong, or None."""
+def measure_run(run: Run, run_dir: Path) -> int:
+    """Evaluate and measure a run's last checkpoint where that is not done; 0, or the exit code of what failed."""
     launchers, log = ROOT / "launchers", run_dir.with_name(f"{run_dir.name}.log")
     data = run.recipe.data
     held_out = data.validation_prefixes or ((data.blend,) if data.blend else data.prefixes)
@@ -89,9 +106,9 @@ def measure_run(run: Run, run_dir: Path) -> str | None:
     evaluate += ["--samples", str(run.recipe.run.eval_samples), "--json", str(run_dir / EVALUATION)]
     measure = [str(launchers / "study.py"), "measure", str(run_dir)]
     for product, arguments in ((EVALUATION, evaluate), (MEASURES, measure)):  # MEASURES last: it means done
-        if not (run_dir / product).is_file() and execute([sys.executable, *arguments], log):
-            return f"could not be measured, see {log}"
-    return None
+        if not (run_dir / product).is_file() and (code := execute([sys.executable, *arguments], log)):
+            return code
+    return 0
 
 
 def slurm_script(study: Study, runs: list[Run], folder: Path) -> str:
@@ -112,27 +129,33 @@ def slurm_script(study: Study, runs: list[Run], folder: Path) -> str:
 
 def execute(command: list[str], log: Path) -> int:
     """Exit code of a command whose output goes behind a log. SIGTERM, SIGUSR1 and Ctrl-C ask it to save and stop;
-    a second one ends it at once."""
+    a second one ends it at once. Then the code is EXIT_STOPPED, however the command took it: one that knows no
+    saving dies of the signal, and one that was about to end has done its work, but what follows is not wanted."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        # In a session of its own: a Ctrl-C reaches it through `ask` alone.
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        asked = False
+    process = None
+    asked = False
 
-        def ask(*_: object) -> None:
-            nonlocal asked
+    def ask(*_: object) -> None:
+        nonlocal asked
+        if process is not None:
             process.send_signal(signal.SIGINT if asked else signal.SIGTERM)
-            asked = True
+        asked = True
 
-        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-        try:
-            code = process.wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    return EXIT_STOPPED if asked and code else code
+    # Before there is a process: a signal in between would end this one alone, and the training would go on.
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    try:
+        with log.open("ab") as output:
+            # In a session of its own: a Ctrl-C reaches it through `ask` alone.
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        if asked:
+            process.terminate()
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return EXIT_STOPPED if asked else code
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
@@ -150,16 +173,16 @@ def finished(run: Run, run_dir: Path) -> bool:
 
 
 def changed(run: Run, run_dir: Path) -> str | None:
-    """What the study asks of a run that its directory was not made with; a diverged run is named, too."""
-    if read_summary(run_dir).get("exit_code") == EXIT_DIVERGED:
-        return f"diverged; to try it again, remove {run_dir}"
+    """Why what was trained here cannot stand for a run: it diverged, or had another recipe. None if it can."""
+    if read_summary(run_dir).get("exit_code") == EXIT_DIVERGED and not finished(run, run_dir):
+        return "diverged"
     path = run_dir / run_directory.RECIPE
     if not path.is_file():
         return None
     differing = recipes.differences(recipes.load(path), run.recipe)
     return next(
         (
-            f"was trained with {key} = {there}, the study now says {here}; remove {run_dir} or change the study"
+            f"was trained with {key} = {there}, the study now says {here}"
             for key, (there, here) in differing.items()
             if (key, here) != ("data.tokenizer_fingerprint", None)  # filled in at the start
         ),
@@ -174,12 +197,12 @@ def tuned_rates(study: Study, folder: Path) -> LearningRates:
     for run in study.runs(pattern="learning_rate/*"):
         summary = read_summary(folder / run.name)
         loss = summary.get("final_val_loss") if finished(run, folder / run.name) else None
-        if summary.get("exit_code") == EXIT_DIVERGED:
+        if loss is None and summary.get("exit_code") == EXIT_DIVERGED:
             loss = math.inf
         if loss is None:
             unfinished.add((run.arm, run.size))
         else:
-            losses[run.arm, run.size][run.recipe.training.lr].append(loss)
+            losses[run.arm, run.size][run.recipe.training.lr].append(loss if math.isfinite(loss) else math.inf)
     return {
         place: min(by_rate, key=lambda rate: sum(by_rate[rate]) / len(by_rate[rate]))
         for place, by_rate in losses.items()
