@@ -54,7 +54,7 @@ def _from_here(text: str) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status: 2 for the user's mistake, 1 if some runs failed, 75 after a stop."""
+    """The command line; returns the exit status: 2 for the user's mistake, 1 if runs failed, 75 after a stop."""
     options = build_parser().parse_args(arguments)
     code = 0
 
@@ -77,9 +77,11 @@ def plan(options) -> None:
     runs = list(study.runs(runner.tuned_rates(study, folder), options.only))
     Console().print(report.plan_table(study, runs))
     if options.slurm is not None:
-        ready = [each for each in runs if each.missing is None]
+        due = [each for each in runs if not runner.finished(each, folder / each.name)]
+        ready = [each for each in due if each.missing is None]
         run_directory.write_text(options.slurm, runner.slurm_script(study, ready, folder))
-        print(f"wrote {options.slurm}: {len(ready)} jobs; {len(runs) - len(ready)} wait for a tuned learning rate")
+        counts = f"{len(runs) - len(due)} are finished, {len(due) - len(ready)} wait for a tuned learning rate"
+        print(f"wrote {options.slurm}: {len(ready)} jobs; {counts}")
 
 
 def train(options) -> int:
@@ -90,16 +92,37 @@ def train(options) -> int:
     return run_study(study, options.runs_dir / study.name, options.only, lambda line: print(line, flush=True))
 
 
-def collect(options) -> None:
+def collect(options) -> int:
+    from leviathan_ds.parallel.launch import EXIT_STOPPED, InUse
     from leviathan_ds.studies import results, runner
-    from leviathan_ds.studies.study import load
+    from leviathan_ds.studies.study import load, run_name
 
     study = load(options.study)
     folder, output = options.runs_dir / study.name, options.results / study.name
     for each in study.runs(runner.tuned_rates(study, folder)):  # trained elsewhere, as by a cluster's jobs
-        if runner.finished(each, folder / each.name) and (trouble := runner.measure_run(each, folder / each.name)):
-            print(f"{each.name}: {trouble}")
-    print(f"{output}: {len(results.collect(study, folder, output))} runs")
+        run_dir = folder / each.name
+        if (run_dir / runner.MEASURES).is_file() or each.missing:
+            continue
+        if not runner.finished(each, run_dir) or runner.changed(each, run_dir):
+            continue
+        try:
+            with runner.reserved(run_dir):
+                code = runner.measure_run(each, run_dir)
+        except InUse:
+            print(f"{each.name}: is being measured by another process")
+            continue
+        if code == EXIT_STOPPED:
+            print(f"stopped in {each.name}; the same command goes on there")
+            return code
+        if code:
+            print(f"{each.name}: could not be measured, see {run_dir}.log")
+    rows = results.collect(study, folder, output)
+    missing = results.read_table(output, results.MISSING)
+    print(f"{output}: {len(rows)} of {len(rows) + len(missing)} runs", end="")
+    names = [run_name(*(row[key] for key in ("kind", "arm", "size", "variant", "seed"))) for row in missing]
+    more = ", …" if len(names) > 3 else ""
+    print(f"; {len(names)} missing: {', '.join(names[:3])}{more}" if names else "")
+    return 0
 
 
 def report(options) -> None:

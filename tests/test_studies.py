@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +30,8 @@ from leviathan_ds.studies import figures, measure, results, runner, theorem
 from leviathan_ds.studies.comparison import Comparison
 from leviathan_ds.studies.fits import PowerLaw, equivalent, fit_dense, fit_power_law, tokens_to_reach
 from leviathan_ds.studies.report import CAPTIONS
-from leviathan_ds.studies.study import Run, layers_for, load
+from leviathan_ds.studies.runner import EVALUATION, MEASURES
+from leviathan_ds.studies.study import Run, layers_for, load, run_name
 from tests.study_runs import finish, finish_all, write_study
 
 ROOT = Path(__file__).parents[1]
@@ -383,7 +386,7 @@ def test_a_run_of_another_recipe_is_not_taken_for_this_one(iso_body, tmp_path, m
     )
     said = []
     assert runner.run_study(other, folder, "*", said.append) == 1
-    assert "training.train_steps = 40, the study now says 79" in said[0]
+    assert "training.train_steps = 40, the study now says 79; to train it anew, remove " in said[0]
     with pytest.raises(UserError, match="no finished run"):
         results.collect(other, folder, tmp_path / "results")
 
@@ -396,21 +399,45 @@ def test_a_stopped_run_stops_the_study(iso_body, monkeypatch):
     assert len(said) == 2
 
 
+@pytest.mark.parametrize("product", [EVALUATION, MEASURES])
+def test_a_stop_while_a_run_is_measured_stops_the_study(iso_body, tmp_path, monkeypatch, capsys, product):
+    study = iso_body[0]
+    run = next(study.runs())
+    finish(run, tmp_path / study.name / run.name, 3.0)
+    for name in (product, MEASURES):
+        (tmp_path / study.name / run.name / name).unlink(missing_ok=True)
+    monkeypatch.setattr(runner, "finished", lambda run, run_dir: (run_dir / run_directory.SUMMARY).is_file())
+    started = []
+    monkeypatch.setattr(runner, "execute", lambda command, log: started.append(command) or EXIT_STOPPED)
+    said = []
+    assert runner.run_study(study, tmp_path / study.name, "*", said.append) == EXIT_STOPPED
+    assert said == [f"stopped in {run.name}; the same command goes on there"]
+    arguments = ["--runs_dir", str(tmp_path), "--results", str(tmp_path / "results")]
+    assert launcher.main(["collect", str(tmp_path / "planted.yaml"), *arguments]) == EXIT_STOPPED
+    assert f"stopped in {run.name}" in capsys.readouterr().out
+    assert len(started) == 2
+
+
 def test_a_diverged_learning_rate_loses_the_tuning(tmp_path):
     study = write_study(tmp_path)
     slow, fast = study.runs(pattern="learning_rate/leviathan-*")
     finish(slow, tmp_path / slow.name, 5.0)
     assert runner.tuned_rates(study, tmp_path) == {}, "not before all tries have ended"
     run_directory.update_summary(tmp_path / fast.name, exit_code=EXIT_DIVERGED)
+    assert runner.changed(fast, tmp_path / fast.name) == "diverged"
+    assert runner.tuned_rates(study, tmp_path) == {("leviathan", "d64"): slow.recipe.training.lr}
+    finish(fast, tmp_path / fast.name, math.nan)
     assert runner.tuned_rates(study, tmp_path) == {("leviathan", "d64"): slow.recipe.training.lr}
     finish(fast, tmp_path / fast.name, 4.0)
-    run_directory.update_summary(tmp_path / fast.name, exit_code=0)
+    run_directory.update_summary(tmp_path / fast.name, exit_code=EXIT_DIVERGED)  # of an earlier start
+    assert runner.changed(fast, tmp_path / fast.name) is None
     assert runner.tuned_rates(study, tmp_path) == {("leviathan", "d64"): fast.recipe.training.lr}
 
 
-def test_a_signal_is_handed_on_and_waited_for(tmp_path):
-    """The command sees SIGTERM where this process gets SIGUSR1, and may take its time."""
-    script = "import signal, sys, time\nsignal.signal(15, lambda *_: (time.sleep(0.3), sys.exit(75)))\n"
+@pytest.mark.parametrize("code", [EXIT_STOPPED, 0, 1])
+def test_a_signal_is_handed_on_and_waited_for(tmp_path, code):
+    """The command sees SIGTERM where this process gets SIGUSR1, and may take its time and end as it likes."""
+    script = f"import signal, sys, time\nsignal.signal(15, lambda *_: (time.sleep(0.3), sys.exit({code})))\n"
     script += "print('ready', flush=True)\ntime.sleep(60)"
     log = tmp_path / "log"
 
@@ -425,6 +452,142 @@ def test_a_signal_is_handed_on_and_waited_for(tmp_path):
     assert runner.execute([sys.executable, "-c", script], log) == EXIT_STOPPED
     sender.join()
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.fixture
+def hold() -> Iterator[Callable[[Path], None]]:
+    """Lets another process train or measure a run until the test ends."""
+    script = "import sys, time; from pathlib import Path; from leviathan_ds.studies.runner import reserved\n"
+    script += "with reserved(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    holders = []
+
+    def start(run_dir: Path) -> None:
+        command = [sys.executable, "-c", script, str(run_dir)]
+        holders.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        assert holders[-1].stdout.readline() == "held\n"
+
+    yield start
+    for each in holders:
+        each.kill()
+        each.communicate()
+
+
+def test_a_run_that_another_process_trains_or_measures_is_left_to_it(
+    iso_body, tmp_path, monkeypatch, capsys, hold
+):
+    study, folder = iso_body[0], tmp_path / "planted"
+    tied, leviathan = study.runs()
+    for run in (tied, leviathan):
+        finish(run, folder / run.name, 3.0)
+    (folder / tied.name / MEASURES).unlink()
+    monkeypatch.setattr(runner, "finished", lambda run, run_dir: True)
+    monkeypatch.setattr(runner, "execute", lambda *_: pytest.fail("it is another's"))
+    hold(folder / tied.name)
+    said = []
+    assert runner.run_study(study, folder, "*", said.append) == 0
+    assert said == [
+        f"[1/2] {tied.name}: is being trained by another process, or measured",
+        "1 of 2 runs are done",
+    ]
+    arguments = ["--runs_dir", str(tmp_path), "--results", str(tmp_path / "results")]
+    assert launcher.main(["collect", str(tmp_path / "planted.yaml"), *arguments]) == 0
+    assert f"{tied.name}: is being measured by another process" in capsys.readouterr().out
+
+
+def test_finished_runs_are_not_submitted_again(iso_body, tmp_path, capsys):
+    study, folder = iso_body[0], tmp_path / "planted"
+    tied, leviathan = study.runs()
+    finish(tied, folder / tied.name, 3.0)
+    arguments = ["--runs_dir", str(tmp_path), "--slurm", str(tmp_path / "submit.sh")]
+    assert launcher.main(["plan", str(tmp_path / "planted.yaml"), *arguments]) == 0
+    (job,) = [line for line in (tmp_path / "submit.sh").read_text().splitlines() if line.startswith("sbatch ")]
+    assert str(folder / leviathan.name) in job
+    assert "1 jobs; 1 are finished, 0 wait for a tuned learning rate" in capsys.readouterr().out
+
+
+# ---- the tables ----
+
+
+def test_planned_runs_without_a_row_are_named_with_the_reason(tmp_path, monkeypatch, capsys):
+    """And what was trained with another recipe is not measured."""
+    study, folder = write_study(tmp_path), tmp_path / "planted"
+    finish_all(study, folder, planted(3.0))
+    runs = {run.name: run for run in study.runs(runner.tuned_rates(study, folder))}
+    diverged, nan, stopped, other = (f"iso_body/leviathan-{size}-s2" for size in ("d32", "d64", "d96", "d128"))
+    (folder / diverged / MEASURES).unlink()
+    (folder / diverged / run_directory.SUMMARY).write_text('{"exit_code": 65}')
+    finish(runs[nan], folder / nan, math.nan)
+    (folder / stopped / run_directory.SUMMARY).write_text("{}")
+    recipe = runs[other].recipe
+    finish(
+        replace(runs[other], recipe=replace(recipe, run=replace(recipe.run, log_interval=7))), folder / other, 3
+    )
+    (folder / other / MEASURES).unlink()
+    untuned = "learning_rate/dense_tied-d64-lr0.001-s1"
+    (folder / untuned / run_directory.SUMMARY).unlink()
+    monkeypatch.setattr(runner, "execute", lambda *_: pytest.fail("nothing to measure"))
+    plainly_finished = runner.finished
+    monkeypatch.setattr(
+        runner, "finished", lambda run, run_dir: run.name == other or plainly_finished(run, run_dir)
+    )
+    arguments = ["--runs_dir", str(tmp_path), "--results", str(tmp_path / "results")]
+    assert launcher.main(["collect", str(tmp_path / "planted.yaml"), *arguments]) == 0
+    output = tmp_path / "results" / "planted"
+    missing = {}
+    for row in results.read_table(output, results.MISSING):
+        assert list(row) == ["kind", "arm", "size", "variant", "seed", "reason"]
+        missing[run_name(*(row[key] for key in list(row)[:5]))] = row["reason"]
+    assert missing.pop(diverged) == "diverged"
+    assert missing.pop(nan) == "diverged: final loss nan"
+    assert missing.pop(stopped) == missing.pop(untuned) == "not finished"
+    assert missing.pop(other) == "was trained with run.log_interval = 7, the study now says 10"
+    assert set(missing) == {name for name in runs if "/dense_tied-" in name and not name.startswith("learning_r")}
+    assert set(missing.values()) == {"waits for a tuned learning rate"}
+    rows = results.read_table(output, results.RUNS)
+    assert len(rows) + len(missing) + 5 == len(runs)
+    assert all(math.isfinite(row["val_loss"]) for row in rows)
+    told = f"{len(rows)} of {len(runs)} runs; {len(missing) + 5} missing: {untuned}, iso_body/dense_tied-d128-s1, "
+    assert told in capsys.readouterr().out
+
+
+def test_of_a_whole_study_nothing_is_missing_and_names_stay_strings(tmp_path, capsys):
+    """A variant called 0.3 and one called 3, a size called 64, a commit of digits alone."""
+    variants = {"0.3": None, "3": {"model": {"generator": {"rank": 8}}}}
+    grid = {"ablation": {"arms": ["leviathan"], "variants": variants}, "iso_body": {}}
+    sizes = {"64": {"model": {"hidden_size": 64, "num_layers": 2}}}
+    study = write_study(tmp_path, experiments=grid, sizes=sizes)
+    finish_all(study, tmp_path / "planted", planted(3.0))
+    for path in (tmp_path / "planted").rglob(run_directory.STARTS):
+        path.write_text(path.read_text().replace("abc", "1234567"))
+    arguments = ["--runs_dir", str(tmp_path), "--results", str(tmp_path / "results")]
+    assert launcher.main(["collect", str(tmp_path / "planted.yaml"), *arguments]) == 0
+    assert capsys.readouterr().out.endswith(": 5 of 5 runs\n")
+    output = tmp_path / "results" / "planted"
+    assert (output / results.MISSING).read_text().strip() == '"kind","arm","size","variant","seed","reason"'
+    assert results.read_table(output, results.MISSING) == []
+    for table in (results.RUNS, results.EVALUATIONS, results.FREQUENCY):
+        rows = results.read_table(output, table)
+        assert {row["size"] for row in rows} == {"64"}
+        assert [each for each in dict.fromkeys(row["variant"] for row in rows)] == ["", "0.3", "3"]
+    rows = results.read_table(output, results.RUNS)
+    assert {row["commit"] for row in rows} == {"1234567"}
+    assert [row["embedding"] for row in rows[:3]] == ["dense_tied", "dense_untied", "leviathan"]
+
+
+def test_the_speed_of_a_resumed_run_is_not_that_of_its_last_steps(iso_body, tmp_path):
+    study, folder = iso_body
+    run = next(study.runs())
+    run_dir = folder / run.name
+    finish(run, run_dir, 3.0, tokens_per_s=17.0)
+    assert results.collect(study, folder, tmp_path / "results")[0]["tokens_per_s"] == 17.0
+    (start,) = run_directory.read_lines(run_dir / run_directory.STARTS)
+    starts = [start | {"first_step": step} for step in (0, 30)]
+    (run_dir / run_directory.STARTS).write_text("".join(json.dumps(each) + "\n" for each in starts))
+    speeds = {5: 1.0, 10: 100.0, 15: 104.0, 20: 102.0, 25: 101.0, 35: 2.0, 40: 110.0}
+    lines = [{"step": step, "loss": 4.0, "tokens_per_s": speeds.get(step)} for step in range(1, 41)]
+    (run_dir / run_directory.METRICS).write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert results.collect(study, folder, tmp_path / "results")[0]["tokens_per_s"] == 102.0
 
 
 def test_the_smoke_study(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +16,30 @@ from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.accounting import count_parameters, flops_per_token
 from leviathan_ds.studies.runner import EVALUATION, MEASURES, changed, read_summary, tuned_rates
-from leviathan_ds.studies.study import Study
+from leviathan_ds.studies.study import Run, Study
 
 Row = dict[str, Any]
 RUNS, EVALUATIONS, FREQUENCY, EMBEDDINGS = "runs.csv", "evaluations.csv", "frequency.csv", "embeddings.json"
+MISSING = "missing.csv"
+_IDENTITY = ("kind", "arm", "size", "variant", "seed")
+# Whatever they look like: a variant may be called 0.3, a commit may be all digits.
+_STRINGS = (*_IDENTITY[:-1], "commit", "data", "device", "precision", "embedding", "reason")
 
 
 def collect(study: Study, folder: Path, output: Path) -> list[Row]:
     """Write the tables of all runs that have ended by the study's recipes, and return that of the runs.
 
-    runs.csv: a row a run; evaluations.csv: a row a validation; frequency.csv: a row a run and decile of training
-    frequency (evaluation/frequency.py); embeddings.json: what the first seed's embeddings look like. Raises
-    UserError without any run.
+    runs.csv: a row a run; missing.csv: a row a planned run that is not there, and why; evaluations.csv: a row a
+    validation; frequency.csv: a row a run and decile of training frequency (evaluation/frequency.py);
+    embeddings.json: what the first seed's embeddings look like. Raises UserError without any run.
     """
-    rows, evaluations, frequency, embeddings = [], [], [], []
+    rows, missing, evaluations, frequency, embeddings = [], [], [], [], []
     for run in study.runs(tuned_rates(study, folder)):
         run_dir = folder / run.name
-        if "final_val_loss" not in read_summary(run_dir) or changed(run, run_dir):
+        identity = {key: getattr(run, key) for key in _IDENTITY}
+        if (reason := _why_missing(run, run_dir)) is not None:
+            missing.append(identity | {"reason": reason})
             continue
-        identity = {key: getattr(run, key) for key in ("kind", "arm", "size", "variant", "seed")}
         rows.append(identity | _row(run_dir))
         tokens_per_step = run.tokens // run.recipe.training.train_steps
         evaluations += [
@@ -58,8 +65,22 @@ def collect(study: Study, folder: Path, output: Path) -> list[Row]:
     for name, table in ((RUNS, rows), (EVALUATIONS, evaluations), (FREQUENCY, frequency)):
         if table:
             csv.write_csv(pa.Table.from_pylist(table), str(output / name))
+    columns = pa.schema({key: pa.string() for key in (*_IDENTITY, "reason")} | {"seed": pa.int64()})
+    csv.write_csv(pa.Table.from_pylist(missing, columns), str(output / MISSING))
     run_directory.write_text(output / EMBEDDINGS, json.dumps(embeddings) + "\n")
     return rows
+
+
+def _why_missing(run: Run, run_dir: Path) -> str | None:
+    """Why a planned run has no row among the runs; None if it has one."""
+    if run.missing is not None:
+        return "waits for a tuned learning rate"
+    if (difference := changed(run, run_dir)) is not None:
+        return difference
+    loss = read_summary(run_dir).get("final_val_loss")
+    if loss is None:
+        return "not finished"
+    return None if math.isfinite(loss) else f"diverged: final loss {loss}"
 
 
 def _row(run_dir: Path) -> Row:
@@ -70,6 +91,7 @@ def _row(run_dir: Path) -> Row:
     count = count_parameters(recipe.model)
     data = starts[-1]["data"]
     return {
+        "embedding": recipe.model.embedding,
         "hidden_size": recipe.model.hidden_size,
         "num_layers": recipe.model.num_layers,
         "vocab_size": recipe.model.vocab_size,
@@ -84,7 +106,7 @@ def _row(run_dir: Path) -> Row:
         "val_loss": summary["final_val_loss"],
         "initial_val_loss": summary["initial_val_loss"],
         "bits_per_byte": summary["bits_per_byte"],
-        "tokens_per_s": summary["tokens_per_s"],
+        "tokens_per_s": _median_speed(metrics, starts) or summary["tokens_per_s"],
         "memory_gib": max((line["memory_gib"] for line in metrics if line.get("memory_gib")), default=None),
         "skipped_steps": summary["skipped_steps"],
         "starts": len(starts),
@@ -94,12 +116,31 @@ def _row(run_dir: Path) -> Row:
     }
 
 
+def _median_speed(metrics: list[Row], starts: list[Row]) -> float | None:
+    """Tokens per second of the logged intervals, without the first one of each start, which warms up.
+
+    The summary's rate is that of the last start alone, which may have had a few steps left. None without any.
+    """
+    logged = {line["step"]: line["tokens_per_s"] for line in metrics if line.get("tokens_per_s")}
+    firsts = {min((step for step in logged if step > start.get("first_step", 0)), default=0) for start in starts}
+    rates = [rate for step, rate in logged.items() if step not in firsts]
+    return statistics.median(rates) if rates else None
+
+
 def read_table(output: Path, name: str) -> list[Row]:
-    """The rows of a table that `collect` wrote, [] where there is none."""
+    """The rows of a table that `collect` wrote, [] where there is none. Names and the like are strings."""
     path = output / name
     if name == RUNS and not path.is_file():
         raise UserError(f"{path} is missing; `study.py collect` writes it from the run directories")
-    return csv.read_csv(str(path)).to_pylist() if path.is_file() else []
+    if not path.is_file():
+        return []
+    # An empty string is written in quotes, a missing value without.
+    options = csv.ConvertOptions(
+        column_types={key: pa.string() for key in _STRINGS},
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=False,
+    )
+    return csv.read_csv(str(path), convert_options=options).to_pylist()
 
 
 def read_embeddings(output: Path) -> list[Row]:
