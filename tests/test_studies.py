@@ -20,11 +20,13 @@ import pytest
 import torch
 
 from data_prep.errors import UserError
+from data_prep.indexed import IndexedReader
 from launchers import study as launcher
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.accounting import count_parameters
 from leviathan_ds.config import ModelConfig
+from leviathan_ds.data.audit import Audit
 from leviathan_ds.parallel.launch import EXIT_DIVERGED, EXIT_STOPPED
 from leviathan_ds.studies import figures, measure, results, runner, theorem
 from leviathan_ds.studies.comparison import Comparison
@@ -32,7 +34,7 @@ from leviathan_ds.studies.fits import PowerLaw, equivalent, fit_dense, fit_power
 from leviathan_ds.studies.report import CAPTIONS
 from leviathan_ds.studies.runner import EVALUATION, MEASURES
 from leviathan_ds.studies.study import Run, layers_for, load, run_name
-from tests.study_runs import finish, finish_all, write_study
+from tests.study_runs import STUDY, finish, finish_all, write_study
 
 ROOT = Path(__file__).parents[1]
 LAW = PowerLaw(2.0, 60.0, 0.3)
@@ -114,11 +116,11 @@ def test_the_documented_node_hours_are_current(name):
     study = load(ROOT / "studies" / f"{name}.yaml")
     runs = {run.name: run for run in study.runs()}
     documented = (ROOT / "docs" / "studies.md").read_text()
+    arms = ("dense_tied", "dense_untied", "leviathan")
     for size in study.sizes:
         deep = runs[f"isoparametric/leviathan-{size}-s1"]
         hours = [
-            study.predicted_s(run) / 3600
-            for run in (*(runs[f"iso_body/{arm}-{size}-s1"] for arm in study.arms), deep)
+            study.predicted_s(run) / 3600 for run in (*(runs[f"iso_body/{arm}-{size}-s1"] for arm in arms), deep)
         ]
         row = " | ".join([f"| {size}", f"{deep.tokens / 1e9:.2f} B", *(f"{each:.2f}" for each in hours)])
         assert f"{row} ({deep.recipe.model.num_layers}) |" in documented
@@ -131,6 +133,12 @@ def test_the_papers_studies_are_the_recipes():
             shipped = recipes.load(ROOT / "recipes" / f"{arm}_{size}.yaml")
             differing = recipes.differences(shipped, runs[f"iso_body/{arm}-{size}-s1"].recipe)
             assert set(differing) <= {"training.seed", "run.keep_checkpoints"}
+
+
+def test_the_ablation_is_of_the_arm_that_was_compared():
+    (tuned,) = load(ROOT / "studies" / "iso_body_32k.yaml").runs(pattern="learning_rate/leviathan-d64-lr8e-3-*")
+    (unchanged,) = load(ROOT / "studies" / "ablation_32k.yaml").runs(pattern="*-as_in_iso_body-s1")
+    assert recipes.differences(tuned.recipe, unchanged.recipe) == {}
 
 
 @pytest.mark.parametrize(
@@ -237,10 +245,17 @@ def test_what_a_fit_does_not_support_is_said():
     fit = fit_dense(SIZES, losses, resamples=20)
     below = equivalent(fit, 1e6, [1.9])
     assert math.isinf(below.size)
-    assert "at or below E" in below.warnings[0]
-    assert "extrapolated" in equivalent(fit, 1e6, [LAW.loss(3e8)]).warnings[0]
-    wide = equivalent(fit, 1e6, [LAW.loss(2e6), LAW.loss(2e7)])
+    assert "at or below E" in below.warnings[1]
+    beyond = equivalent(fit, 2e6, [LAW.loss(3e8)])
+    assert "extrapolated: the dense runs say more than 20.00 ×" in beyond.warnings[0]
+    wide = equivalent(fit, 2e6, [LAW.loss(2e6), LAW.loss(2e7)])
     assert "more than a factor of 2" in wide.warnings[0]
+    # Support is a matter of the run's own size: never of what came out.
+    assert beyond.supported and wide.supported and not equivalent(few, 2e6, losses[:1]).supported
+    for size in (SIZES[0], SIZES[-1], 1e8):
+        at_the_end = equivalent(fit, size, [LAW.loss(2e6)])
+        assert not at_the_end.supported
+        assert "at or beyond the ends" in at_the_end.warnings[0]
     with pytest.raises(ValueError, match="three sizes"):
         fit_power_law([1.0, 2.0, 2.0], [3.0, 2.0, 2.0])
 
@@ -254,10 +269,12 @@ def test_tokens_to_a_loss_are_interpolated_or_none():
 # ---- from run directories to the page ----
 
 
-AGAINST_TIED = "Iso-body, against the tied table: lower perplexity"
-AGAINST_UNTIED = "Iso-body, against the untied table (what tying confounds)"
-SOONER = "Fewer tokens to the tied baseline's final loss"
-LARGER = "Isoparametric: acts like a larger dense model (dense untied fit)"
+AGAINST_TIED = "Iso-body: lower perplexity than the tied table"
+AGAINST_UNTIED = "Iso-body: lower perplexity than the untied table"
+EQUAL = "Equal parameters: lower perplexity than the untied table"
+SOONER = "Fewer tokens to the final loss of the tied table"
+RARE = "The gain over the tied table is in rare tokens"
+LARGER = "Equal parameters: acts like a larger dense model (fit of the untied table)"
 
 
 def planted(multiplier: float):
@@ -271,21 +288,18 @@ def planted(multiplier: float):
     return loss
 
 
+def page_of(tmp_path: Path) -> str:
+    """Collect and report, as a user would."""
+    study, where = str(tmp_path / "planted.yaml"), ["--results", str(tmp_path / "results")]
+    assert launcher.main(["collect", study, "--runs_dir", str(tmp_path / "runs"), *where]) == 0
+    assert launcher.main(["report", study, "--page", str(tmp_path / "page.md"), *where]) == 0
+    return (tmp_path / "page.md").read_text()
+
+
 def collected(tmp_path: Path, multiplier: float, **options) -> tuple[Comparison, str]:
-    study = write_study(tmp_path)
-    finish_all(study, tmp_path / "runs" / "planted", planted(multiplier), **options)
-    arguments = ["--results", str(tmp_path / "results")]
-    assert (
-        launcher.main(
-            ["collect", str(tmp_path / "planted.yaml"), "--runs_dir", str(tmp_path / "runs"), *arguments]
-        )
-        == 0
-    )
-    page = tmp_path / "page.md"
-    assert launcher.main(["report", str(tmp_path / "planted.yaml"), "--page", str(page), *arguments]) == 0
-    folder = tmp_path / "results" / "planted"
-    tables = [results.read_table(folder, name) for name in (results.RUNS, results.EVALUATIONS, results.FREQUENCY)]
-    return Comparison(*tables), page.read_text()
+    finish_all(write_study(tmp_path), tmp_path / "runs" / "planted", planted(multiplier), **options)
+    page = page_of(tmp_path)
+    return Comparison.read(tmp_path / "results" / "planted"), page
 
 
 def test_a_planted_gain_is_found(tmp_path):
@@ -305,11 +319,11 @@ def test_a_planted_gain_is_found(tmp_path):
     share = 1 - (base["val_loss"] - ours["val_loss"]) / 2
     assert comparison.savings("d64")[0] == pytest.approx(1 / share, rel=0.02)
     verdicts = {each.claim: each.verdict for each in comparison.verdicts()}
-    for claim in (AGAINST_TIED, AGAINST_UNTIED, SOONER, "The gain over the tied table is in rare tokens"):
-        assert verdicts[claim] == "holds", claim
-    # Dense runs of up to 9 million parameters say nothing of what equals three times that.
-    assert "where the fit supports it (extrapolated" in verdicts[LARGER]
-    assert "**holds**" in page
+    for claim in (AGAINST_TIED, AGAINST_UNTIED, EQUAL, SOONER, RARE):
+        assert verdicts[claim] == "holds (8 of 8 pairs)", claim
+    # The smallest and the largest are as large as the dense runs' ends: there only one outcome could be seen.
+    assert verdicts[LARGER] == "holds (2 of 4 sizes, which the fit supports)"
+    assert "**holds (8 of 8 pairs)**" in page
     assert page.count("![") == 8
     for name in ("loss", "gain", "multiplier", "curves", "frequency", "learning_rate", "ablation", "embeddings"):
         assert f"results/planted/{name}.png" in page
@@ -321,13 +335,35 @@ def test_a_planted_loss_is_told_plainly(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "draw", lambda *_: list(CAPTIONS))  # the test above draws them
     comparison, page = collected(tmp_path, 0.4)
     by_claim = {each.claim: each for each in comparison.verdicts()}
-    for claim in (AGAINST_TIED, AGAINST_UNTIED, SOONER):
-        assert by_claim[claim].verdict == "fails", claim
+    for claim in (AGAINST_TIED, AGAINST_UNTIED, EQUAL, SOONER):
+        assert by_claim[claim].verdict == "fails (0 of 8 pairs)", claim
+    assert by_claim[LARGER].verdict == "fails (2 of 4 sizes, which the fit supports)"
     assert "not reached" in page
-    assert "**fails**" in page
+    assert "**fails (0 of 8 pairs)**" in page
     # The rates that won the tuning are those of all other runs; the edge cases of the tables survive the CSV.
     assert {row["lr"] for row in comparison.of("iso_body")} == {3e-3}
     assert {row["variant"] for row in comparison.of("iso_body")} <= {"", None}
+
+
+def test_a_diverged_run_loses_its_pair_and_is_named(tmp_path):
+    study = write_study(tmp_path)
+    folder = tmp_path / "runs" / "planted"
+    finish_all(study, folder, planted(3.0))
+    (lost,) = study.runs(pattern="iso_body/leviathan-d64-s2")
+    run_directory.update_summary(folder / lost.name, exit_code=EXIT_DIVERGED, final_val_loss=None, steps=3)
+    page = page_of(tmp_path)
+    assert "undecided (7 of 8 pairs)" in page
+    assert "| iso_body/leviathan-d64 | 2 | diverged" in page
+    count = len(list(study.runs()))
+    assert f"{count - 1} of {count} runs" in page
+
+
+def test_a_study_of_ablations_alone_has_a_page(tmp_path):
+    grid = {"ablation": STUDY["experiments"]["ablation"]}
+    finish_all(write_study(tmp_path, experiments=grid), tmp_path / "runs" / "planted", lambda run: 4.0)
+    page = page_of(tmp_path)
+    assert page.count("![") == 1
+    assert "leviathan rank8" in page
 
 
 def test_without_results_the_way_out_is_named(tmp_path, capsys):
@@ -609,6 +645,11 @@ def test_the_smoke_study(tmp_path):
         nats = sum(each["share"] * each["loss"] for each in of_run if each["share"])
         assert nats == pytest.approx(row["val_loss"], abs=0.02), _identity(row)
     for each in results.read_embeddings(folder):
+        audit = Audit(tmp_path / "smoke" / "iso_body" / f"{each['arm']}-{each['size']}-s{each['seed']}")
+        ids = set()
+        for piece in (piece for step in range(1, 21) for piece in audit.pieces(step)):
+            ids.update(IndexedReader(audit.prefixes[0])[piece.document][piece.start : piece.stop].tolist())
+        assert len(ids) - 160 <= each["ids_seen"] <= len(ids), "each sample's last token is a label only"
         assert 1 < each["effective_rank"] <= 64
         if each["arm"] == "leviathan":
             assert sum(each["generator"]["knot_usage"]) == pytest.approx(1, abs=1e-2)

@@ -1,20 +1,24 @@
 """From a study's tables to what figures and page show: arms paired by size and seed, fits, verdicts.
 
 The rule of a verdict needs no distribution: a claim that one arm is better *holds* where it is in every pair (same
-size, same seed), *fails* where it is in none, and is *undecided* otherwise.
+size, same seed), *fails* where it is in none, and is *undecided* otherwise. A run of Leviathan that diverged loses
+its pairs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
+from leviathan_ds.studies import results
 from leviathan_ds.studies.fits import Equivalent, Fit, equivalent, fit_dense, tokens_to_reach
 from leviathan_ds.studies.results import Row
 
 TIED, UNTIED, LEVIATHAN = "dense_tied", "dense_untied", "leviathan"
+NAMES = {TIED: "the tied table", UNTIED: "the untied table"}
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,20 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The tables of one study (results.collect)."""
+    """The tables of one study (results.collect); one of its Leviathan arms is compared with the dense ones."""
 
     runs: Sequence[Row]
     evaluations: Sequence[Row]
     frequency: Sequence[Row]
+    missing: Sequence[Row] = ()
+    candidate: str = LEVIATHAN
+
+    @classmethod
+    def read(cls, folder: Path) -> Comparison:
+        """Raises UserError where there is no table of runs."""
+        names = (results.RUNS, results.EVALUATIONS, results.FREQUENCY, results.MISSING)
+        runs, evaluations, frequency, missing = (results.read_table(folder, name) for name in names)
+        return cls(runs, evaluations, frequency, missing)
 
     def of(self, kind: str, arm: str | None = None, size: str | None = None, table: str = "runs") -> list[Row]:
         """Rows of one experiment."""
@@ -52,14 +65,29 @@ class Comparison:
         """In the study's order."""
         return list(dict.fromkeys(row["arm"] for row in self.of(kind)))
 
+    @cached_property
+    def candidates(self) -> list[Comparison]:
+        """One comparison for each arm that has a generator and was trained at the dense arms' bodies."""
+        found = dict.fromkeys(row["arm"] for row in self.of("iso_body") if row["embedding"] == LEVIATHAN)
+        # Itself where it can be: the fits are kept in the object that made them.
+        return [self if arm == self.candidate else replace(self, candidate=arm) for arm in found]
+
     def pairs(self, size: str, base: str, kind: str = "iso_body") -> list[tuple[Row, Row]]:
-        """Leviathan's run and the base's of the same body and seed; of an isoparametric run too."""
+        """The candidate's run and the base's of the same size and seed; in `isoparametric`, of the same total."""
         bases = {row["seed"]: row for row in self.of("iso_body", base, size)}
-        return [(row, bases[row["seed"]]) for row in self.of(kind, LEVIATHAN, size) if row["seed"] in bases]
+        return [(row, bases[row["seed"]]) for row in self.of(kind, self.candidate, size) if row["seed"] in bases]
 
     def gains(self, size: str, base: str, kind: str = "iso_body") -> list[float]:
-        """By how much Leviathan's perplexity is lower than the base's, as a share, for each seed."""
+        """By how much the candidate's perplexity is lower than the base's, as a share, for each seed."""
         return [1 - math.exp(row["val_loss"] - other["val_loss"]) for row, other in self.pairs(size, base, kind)]
+
+    def lost(self, kind: str, base: str) -> int:
+        """Pairs without a number because the candidate's run diverged."""
+        bases = {(row["size"], row["seed"]) for row in self.of("iso_body", base)}
+        return sum(
+            row["reason"].startswith("diverged") and (row["size"], row["seed"]) in bases
+            for row in self.of(kind, self.candidate, table="missing")
+        )
 
     @cached_property
     def fits(self) -> dict[str, Fit]:
@@ -72,22 +100,22 @@ class Comparison:
         return found
 
     def equivalents(self, kind: str, arm: str = TIED) -> dict[str, Equivalent]:
-        """For each size the dense model with Leviathan's loss, by the fit of a dense arm."""
+        """For each size the dense model with the candidate's loss, by the fit of a dense arm."""
         if arm not in self.fits:
             return {}
         found = {}
-        for size in self.sizes(kind, LEVIATHAN):
-            rows = self.of(kind, LEVIATHAN, size)
+        for size in self.sizes(kind, self.candidate):
+            rows = self.of(kind, self.candidate, size)
             found[size] = equivalent(self.fits[arm], rows[0]["parameters"], [row["val_loss"] for row in rows])
         return found
 
     def savings(self, size: str, base: str = TIED) -> list[float | None]:
-        """By seed, the base's tokens over those at which Leviathan reaches the base's final loss; None: never."""
+        """By seed, the base's tokens over those at which the candidate reaches its final loss; None: never."""
         found = []
         for row, other in self.pairs(size, base):
             curve = [
                 each
-                for each in self.of("iso_body", LEVIATHAN, size, "evaluations")
+                for each in self.of("iso_body", self.candidate, size, "evaluations")
                 if each["seed"] == row["seed"] and each["tokens"] > 0
             ]
             tokens = tokens_to_reach(
@@ -96,104 +124,120 @@ class Comparison:
             found.append(None if tokens is None else other["tokens"] / tokens)
         return found
 
-    def frequency_gains(self, size: str, decile: int, base: str = TIED, arm: str = LEVIATHAN) -> list[float]:
-        """As `gains`, over the tokens of one decile of training frequency."""
+    def frequency_losses(self, size: str, arm: str, decile: int) -> dict[int, float]:
+        """By seed, the mean loss in nats over the tokens of one decile of frequency."""
+        rows = self.of("iso_body", arm, size, "frequency")
+        return {row["seed"]: row["loss"] for row in rows if row["decile"] == decile and row["loss"] is not None}
 
-        def losses(of: str) -> dict[int, float]:
-            rows = self.of("iso_body", of, size, "frequency")
-            return {
-                row["seed"]: row["loss"] for row in rows if row["decile"] == decile and row["loss"] is not None
-            }
-
-        ours, bases = losses(arm), losses(base)
+    def frequency_gains(self, size: str, decile: int, base: str = TIED, arm: str | None = None) -> list[float]:
+        """As `gains`, over the tokens of one decile of frequency; of another arm too."""
+        ours = self.frequency_losses(size, arm or self.candidate, decile)
+        bases = self.frequency_losses(size, base, decile)
         return [1 - math.exp(ours[seed] - bases[seed]) for seed in ours if seed in bases]
 
     def overheads(self, size: str, base: str = TIED) -> list[float]:
-        """How much more time than the base's runs Leviathan's take for a token, as a share."""
+        """How much more time than the base's runs the candidate's take for a token, as a share."""
         return [other["tokens_per_s"] / row["tokens_per_s"] - 1 for row, other in self.pairs(size, base)]
 
     # ---- verdicts ----
 
     def verdicts(self) -> list[Verdict]:
-        """The paper's claims that this study's runs can speak to."""
-        sizes = self.sizes("iso_body", LEVIATHAN)
-        if not sizes:
-            return []
-        found = [
-            self._better("Iso-body, against the tied table: lower perplexity", "6.7% to 18.1% (v1)", TIED),
-            self._better("Iso-body, against the untied table (what tying confounds)", "not reported", UNTIED),
-            self._grows(sizes),
-            *self._multiplier(),
-            self._sooner(sizes),
-            *self._rare(sizes),
-            self._slower(sizes),
-        ]
-        return [each for each in found if each is not None]
-
-    def _better(self, claim: str, paper: str, base: str) -> Verdict | None:
-        by_size = {size: self.gains(size, base) for size in self.sizes("iso_body", LEVIATHAN)}
-        gains = [gain for each in by_size.values() for gain in each]
-        here = "; ".join(f"{size} {percents(each)}" for size, each in by_size.items() if each)
-        return Verdict(claim, paper, here, judged(gains, lambda gain: gain > 0)) if gains else None
-
-    def _grows(self, sizes: list[str]) -> Verdict | None:
-        first, last = self.gains(sizes[0], TIED), self.gains(sizes[-1], TIED)
-        if len(sizes) < 2 or not first or not last:
-            return None
-        steps = [large - small for small in first for large in last]
-        here = f"{sizes[0]} {percents(first)}, {sizes[-1]} {percents(last)}"
-        return Verdict(
-            "The gain grows with size", "2.1%, 5.6%, 9.2% (v2)", here, judged(steps, lambda step: step > 0)
-        )
-
-    def _multiplier(self) -> Iterable[Verdict]:
+        """The paper's claims that this study's runs can speak to, and the same against the untied table."""
+        sizes = self.sizes("iso_body", self.candidate)
+        found = []
         for base in (TIED, UNTIED):
-            found = self.equivalents("isoparametric", base)
-            if not found:
+            if self.of("iso_body", base):
+                found += [*self._better(base), *self._grows(sizes, base)]
+        found += [*self._better(UNTIED, "isoparametric"), *self._multipliers()]
+        for base in (TIED, UNTIED):
+            if self.of("iso_body", base):
+                found += [*self._sooner(sizes, base), *self._rare(sizes, base)]
+        return [*found, *self._slower(sizes)]
+
+    def _better(self, base: str, kind: str = "iso_body") -> Iterator[Verdict]:
+        by_size = {size: self.gains(size, base, kind) for size in self.sizes(kind, self.candidate)}
+        gains = [gain for each in by_size.values() for gain in each]
+        if not gains:
+            return
+        claim = f"{'Iso-body' if kind == 'iso_body' else 'Equal parameters'}: lower perplexity than {NAMES[base]}"
+        paper = "6.7% to 18.1% (v1)" if base == TIED else "not reported"
+        here = "; ".join(f"{size} {percents(each)}" for size, each in by_size.items() if each)
+        yield Verdict(claim, paper, here, judged([gain > 0 for gain in gains], self.lost(kind, base)))
+
+    def _grows(self, sizes: list[str], base: str) -> Iterator[Verdict]:
+        """From the smallest to the largest size; a loss that shrinks is no gain that grows."""
+        ends = [self.gains(size, base) for size in (sizes[:1] + sizes[-1:])]
+        if len(sizes) < 2 or not all(ends):
+            return
+        claim = f"The gain over {NAMES[base]} grows with size"
+        paper = "2.1%, 5.6%, 9.2% (v2)" if base == TIED else "not reported"
+        here = f"{sizes[0]} {percents(ends[0])}, {sizes[-1]} {percents(ends[1])}"
+        steps = [large > max(small, 0) for small in ends[0] for large in ends[1]]
+        yield Verdict(claim, paper, here, judged(steps))
+
+    def _multipliers(self) -> Iterator[Verdict]:
+        for base in (TIED, UNTIED):
+            if not self.of("isoparametric", self.candidate) or not self.of("iso_body", base):
                 continue
-            here = "; ".join(f"{size} {multiplier(each)}" for size, each in found.items())
-            relied_on = [each for each in found.values() if not each.warnings]
-            warnings = list(dict.fromkeys(warning for each in found.values() for warning in each.warnings))
-            lows = [each.interval[0] > 1 for each in relied_on]
-            highs = [each.interval[1] < 1 for each in relied_on]
-            verdict = "holds" if all(lows) else "fails" if all(highs) else "undecided"
-            if warnings:
-                verdict = verdict + " where the fit supports it" if relied_on else "not supported by the fit"
-                verdict += f" ({'; '.join(warnings)})"
-            claim = f"Isoparametric: acts like a larger dense model ({base.replace('_', ' ')} fit)"
+            claim = f"Equal parameters: acts like a larger dense model (fit of {NAMES[base]})"
+            found = self.equivalents("isoparametric", base)
+            supported = [each for each in found.values() if each.supported]
+            here = "; ".join(f"{size} {multiplier(each)}" for size, each in found.items()) or "no fit"
+            if supported:
+                lows, highs = (
+                    [each.interval[0] > 1 for each in supported],
+                    [each.interval[1] < 1 for each in supported],
+                )
+                verdict = "holds" if all(lows) else "fails" if all(highs) else "undecided"
+                verdict += f" ({len(supported)} of {len(found)} sizes, which the fit supports)"
+            else:
+                dense = len(self.sizes("iso_body", base))
+                verdict = f"not supported: {dense} dense sizes; it takes four, and ours between them"
             yield Verdict(claim, "1.47 to 2.11 times (v1)", here, verdict)
 
-    def _sooner(self, sizes: list[str]) -> Verdict | None:
-        by_size = {size: self.savings(size) for size in sizes}
+    def _sooner(self, sizes: list[str], base: str) -> Iterator[Verdict]:
+        by_size = {size: self.savings(size, base) for size in sizes}
         savings = [each for values in by_size.values() for each in values]
-        here = "; ".join(f"{size} {times(each)}" for size, each in by_size.items() if each)
-        claim = "Fewer tokens to the tied baseline's final loss"
-        verdict = judged(savings, lambda saving: saving is not None and saving > 1)
-        return Verdict(claim, "2.1 times fewer at 1.2B (v2)", here, verdict) if savings else None
-
-    def _rare(self, sizes: list[str]) -> Iterable[Verdict]:
-        rarest, most = self.frequency_gains(sizes[-1], 10), self.frequency_gains(sizes[-1], 1)
-        if not rarest or not most:
+        if not savings:
             return
-        differences = [rare - common for rare, common in zip(rarest, most, strict=True)]
-        here = f"{sizes[-1]}: rarest tenth of tokens {percents(rarest)}, most frequent {percents(most)}"
-        claim = "The gain over the tied table is in rare tokens"
-        paper = "perplexity −81% on rare tokens, near nought on the most frequent (v2)"
-        positive = judged(rarest, lambda gain: gain > 0)
-        verdict = positive if positive != "holds" else judged(differences, lambda difference: difference > 0)
-        yield Verdict(claim, paper, here, verdict)
+        here = "; ".join(f"{size} {times(each)}" for size, each in by_size.items() if each)
+        claim = f"Fewer tokens to the final loss of {NAMES[base]}"
+        paper = "2.1 times fewer at 1.2B (v2)" if base == TIED else "not reported"
+        sooner = [saving is not None and saving > 1 for saving in savings]
+        yield Verdict(claim, paper, here, judged(sooner, self.lost("iso_body", base)))
 
-    def _slower(self, sizes: list[str]) -> Verdict | None:
+    def _rare(self, sizes: list[str], base: str) -> Iterator[Verdict]:
+        """A gain in the rarest tenth of tokens that is larger than in the most frequent tenth."""
+        by_size = {
+            size: (self.frequency_gains(size, 10, base), self.frequency_gains(size, 1, base)) for size in sizes
+        }
+        better = [rare > max(0, common) for both in by_size.values() for rare, common in zip(*both, strict=True)]
+        if not better:
+            return
+        here = "; ".join(
+            f"{size} rarest {percents(rarest)}, most frequent {percents(most)}"
+            for size, (rarest, most) in by_size.items()
+            if rarest
+        )
+        claim = f"The gain over {NAMES[base]} is in rare tokens"
+        paper = (
+            "perplexity −81% on rare tokens, near nought on frequent ones (v2)" if base == TIED else "not reported"
+        )
+        yield Verdict(claim, paper, here, judged(better, self.lost("iso_body", base)))
+
+    def _slower(self, sizes: list[str]) -> Iterator[Verdict]:
         by_size = {size: self.overheads(size) for size in sizes}
         here = "; ".join(f"{size} {percents(each)}" for size, each in by_size.items() if each)
-        claim = "Training time that the generator adds to the tied table's"
-        return Verdict(claim, "23% to 51% overhead, shrinking with scale (v1)", here, "measured") if here else None
+        claim = f"Training time that the generator adds to that of {NAMES[TIED]}"
+        if here:
+            yield Verdict(claim, "23% to 51% overhead, shrinking with scale (v1)", here, "measured")
 
 
-def judged(values: Sequence, better: Callable[..., bool]) -> str:
-    """holds, fails or undecided: whether all, none or some of the values are better."""
-    results = [better(each) for each in values]
-    return "holds" if all(results) else "undecided" if any(results) else "fails"
+def judged(better: Sequence[bool], lost: int = 0) -> str:
+    """holds, fails or undecided: whether all, none or some of the pairs are better; and how many are."""
+    results = [*better, *[False] * lost]
+    verdict = "holds" if all(results) else "undecided" if any(results) else "fails"
+    return f"{verdict} ({sum(results)} of {len(results)} pairs)"
 
 
 def percents(shares: Sequence[float]) -> str:

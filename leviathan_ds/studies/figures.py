@@ -93,12 +93,13 @@ def loss(comparison: Comparison) -> Any:
     if not arms:
         return None
     figure, (axis,) = _panels(1, 6)
-    for kind, arm in [*(("iso_body", arm) for arm in arms), ("isoparametric", LEVIATHAN)]:
+    deeper = comparison.arms("isoparametric")
+    for kind, arm in [*(("iso_body", arm) for arm in arms), *(("isoparametric", arm) for arm in deeper)]:
         groups = [comparison.of(kind, arm, size) for size in comparison.sizes(kind, arm)]
         if groups:
             x = [rows[0]["parameters"] for rows in groups]
             deep = kind == "isoparametric"
-            style = _style(3) if deep else _style_of(arm, arms)
+            style = {**_style_of(arm, arms), **({"markerfacecolor": "none"} if deep else {})}
             label = f"{arm}, isoparametric" if deep else arm
             _points(axis, x, [[row["val_loss"] for row in rows] for rows in groups], style, label)
     everything = [row["parameters"] for row in comparison.runs]
@@ -116,51 +117,69 @@ def loss(comparison: Comparison) -> Any:
 
 
 def gain(comparison: Comparison) -> Any:
-    """Figure 3 of the paper: perplexity reduction by size; and what it costs in time."""
-    sizes = comparison.sizes("iso_body", LEVIATHAN)
-    if not sizes or not comparison.gains(sizes[0], TIED):
+    """Figure 3 of the paper: perplexity reduction by size, also at equal totals; and what it costs in time."""
+    lines = [
+        (each, base, kind)
+        for each in comparison.candidates
+        for base, kind in ((TIED, "iso_body"), (UNTIED, "iso_body"), (UNTIED, "isoparametric"))
+        if any(each.gains(size, base, kind) for size in each.sizes(kind, each.candidate))
+    ]
+    if not lines:
         return None
     figure, (left, right) = _panels(2)
-    for number, base in enumerate((TIED, UNTIED)):
-        known = [size for size in sizes if comparison.gains(size, base)]
-        if known:
-            values = [[100 * each for each in comparison.gains(size, base)] for size in known]
-            _points(left, known, values, _style(number), f"against {base}")
-            values = [[100 * each for each in comparison.overheads(size, base)] for size in known]
-            _points(right, known, values, _style(number), f"against {base}")
+    order = comparison.sizes("iso_body")
+    for number, (each, base, kind) in enumerate(lines):
+        known = [size for size in order if each.gains(size, base, kind)]
+        places = [order.index(size) for size in known]
+        equal = "equal body" if kind == "iso_body" else "equal parameters"
+        label = f"{each.candidate} against {base}, {equal}"
+        values = [[100 * share for share in each.gains(size, base, kind)] for size in known]
+        _points(left, places, values, _style(number), label)
+        if kind == "iso_body":
+            values = [[100 * share for share in each.overheads(size, base)] for size in known]
+            _points(right, places, values, _style(number), label)
     left.axhspan(6.7, 18.1, **_BAND)
     left.annotate("v1, against tied: 6.7 to 18.1", (0.02, 6.9), xycoords=("axes fraction", "data"), fontsize=7)
-    left.axhline(0, color="#000000", linewidth=0.8)
-    left.set(xlabel="size", ylabel="lower perplexity of Leviathan, %")
-    right.axhline(0, color="#000000", linewidth=0.8)
-    right.set(xlabel="size", ylabel="more time per token of Leviathan, %")
+    left.set(ylabel="lower perplexity, %")
+    right.set(ylabel="more time per token, %")
     for axis in (left, right):
-        axis.legend()
+        axis.axhline(0, color="#000000", linewidth=0.8)
+        axis.set_xticks(range(len(order)), order)
+        axis.legend(fontsize=7)
     return figure
 
 
 def multipliers(comparison: Comparison) -> Any:
-    """Figure 5 of the paper: dense-equivalent size over own size, with 95% intervals."""
-    if not comparison.equivalents("isoparametric"):
+    """Figure 5 of the paper: dense-equivalent size over own size, with 95% intervals; grey where the dense runs do
+    not support it."""
+    lines = [
+        (each, kind, base, found)
+        for each in comparison.candidates
+        for kind in ("isoparametric", "iso_body")
+        for base in (TIED, UNTIED)
+        if (found := each.equivalents(kind, base))
+    ]
+    if not any(kind == "isoparametric" for _, kind, _, _ in lines):
         return None
     figure, (axis,) = _panels(1, 6)
-    for number, (kind, base) in enumerate(
-        (kind, base) for kind in ("isoparametric", "iso_body") for base in (TIED, UNTIED)
-    ):
-        found = comparison.equivalents(kind, base)
-        if found:
-            places = np.arange(len(found)) + 0.08 * (number - 1.5)
-            middle = np.array([each.multiplier for each in found.values()])
-            ends = np.array([each.interval for each in found.values()]).T
-            shown = np.isfinite(middle) & np.isfinite(ends).all(0)
-            bars = np.abs(ends - middle)[:, shown]
-            style = {**_style(number), "linestyle": ""}
-            axis.errorbar(places[shown], middle[shown], yerr=bars, capsize=3, label=f"{kind}, {base} fit", **style)
-            axis.set_xticks(range(len(found)), list(found))
+    order = comparison.sizes("iso_body")
+    for number, (each, kind, base, found) in enumerate(lines):
+        style = {**_style(number), "linestyle": ""}
+        label = f"{each.candidate}, {kind}, {base} fit"
+        for size, one in found.items():
+            low, high = one.interval
+            if not (math.isfinite(one.multiplier) and math.isfinite(high)):
+                continue
+            place = order.index(size) + 0.08 * (number - (len(lines) - 1) / 2)
+            color = style["color"] if one.supported else "#AAAAAA"
+            axis.vlines(place, low, high, color=color, linewidth=1.2)
+            axis.plot(place, one.multiplier, **(style | {"color": color}), markersize=5, label=label)
+            label = None
     axis.axhspan(1.47, 2.11, **_BAND)
     axis.axhline(1, color="#000000", linewidth=0.8)
-    axis.set(xlabel="size (band: v1's 1.47 to 2.11)", ylabel="dense-equivalent over own parameters")
-    axis.legend()
+    axis.set_xticks(range(len(order)), order)
+    axis.set(xlabel="size (band: v1's 1.47 to 2.11)", ylabel="dense-equivalent over own parameters", yscale="log")
+    axis.legend(fontsize=7)
     return figure
 
 
@@ -193,7 +212,7 @@ def curves(comparison: Comparison) -> Any:
 
 
 def frequency(comparison: Comparison) -> Any:
-    """Perplexity against the tied baseline's by how often training saw a token."""
+    """Perplexity against the tied baseline's by how often the dataset has a token."""
     sizes = [size for size in comparison.sizes("iso_body") if comparison.of("iso_body", TIED, size, "frequency")]
     if not sizes:
         return None
@@ -206,7 +225,7 @@ def frequency(comparison: Comparison) -> Any:
                 style = _style_of(arm, comparison.arms("iso_body"))
                 _points(axis, list(known), list(known.values()), style, arm)
         axis.axhline(0, color="#000000", linewidth=0.8)
-        axis.set(title=size, xlabel="decile of training tokens, 10 rarest", xticks=range(1, 11))
+        axis.set(title=size, xlabel="decile of the dataset's tokens, 10 rarest", xticks=range(1, 11))
     axes[0].set_ylabel("perplexity against dense_tied, %")
     axes[0].legend()
     return figure

@@ -12,6 +12,7 @@ from scipy.optimize import least_squares
 HUBER_DELTA = 1e-3  # in log loss: beyond it a run counts linearly, as in Chinchilla's fit (arXiv 2203.15556)
 MIN_SIZES = 4  # three sizes determine the three parameters and leave nothing to test them by
 WIDEST = 2.0  # ratio of the interval's ends beyond which an equivalent size says little
+EDGE = 1.02  # a run this near the smallest or largest dense size counts as at the end of them
 _LEVELS = (2.5, 97.5)
 _EXPONENTS = (0.01, 3.0)  # α's bounds
 
@@ -63,6 +64,9 @@ class Equivalent:
     """Over the runs' own parameters."""
     interval: tuple[float, float]
     """95%, of the multiplier: over resampled dense runs and these runs' seeds."""
+    supported: bool
+    """Whether the dense runs can answer, for better or worse: four sizes, some smaller and some larger than these
+    runs. It depends on nothing that the runs turned out to be, so that it selects no outcome."""
     warnings: tuple[str, ...]
 
 
@@ -151,16 +155,24 @@ def equivalent(fit: Fit, parameters: float, losses: Sequence[float], seed: int =
         law.size_at(float(rng.choice(observed, len(observed)).mean())) / parameters for law in fit.resampled
     ]
     low, high = fit.interval(multipliers)
+    smallest, largest = fit.sizes[0], fit.sizes[-1]
+    inside = smallest * EDGE < parameters < largest / EDGE
     warnings = list(fit.warnings)
+    if not inside:
+        warnings.append(
+            f"own size at or beyond the ends of the dense runs' {smallest:,.0f} to {largest:,.0f} parameters"
+        )
     if not math.isfinite(size):
         warnings.append("the loss lies at or below E: no dense size has it")
-    elif not fit.sizes[0] <= size <= fit.sizes[-1]:
+    elif not smallest <= size <= largest:
         warnings.append(
-            f"extrapolated: the dense runs have {fit.sizes[0]:,.0f} to {fit.sizes[-1]:,.0f} parameters"
+            f"extrapolated: the dense runs say {'more' if size > largest else 'less'} than "
+            f"{(largest if size > largest else smallest) / parameters:.2f} ×, the law the rest"
         )
     if not high < WIDEST * low:
         warnings.append(f"the interval spans more than a factor of {WIDEST:g}")
-    return Equivalent(size, size / parameters, (low, high), tuple(warnings))
+    supported = inside and len(fit.sizes) >= MIN_SIZES
+    return Equivalent(size, size / parameters, (low, high), supported, tuple(warnings))
 
 
 def tokens_to_reach(tokens: Sequence[float], losses: Sequence[float], target: float) -> float | None:

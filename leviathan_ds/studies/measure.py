@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from megatron.core.datasets.utils import Split
 from torch import Tensor
 
-from data_prep.token_counts import load_token_counts
-from leviathan_ds.config import integer_root
-from leviathan_ds.data.dataset import training_prefixes
+from leviathan_ds.config import Recipe, integer_root
+from leviathan_ds.data.dataset import check_data, num_train_samples
+from leviathan_ds.data.index import open_blend
 from leviathan_ds.model.embedding import GeneratorEmbedding
 from leviathan_ds.model.generator import SplineGenerator
 from leviathan_ds.trained_model import TrainedModel
@@ -24,6 +25,7 @@ from leviathan_ds.training import generator_health
 WORDS = ("the", "function", "three", "London", "return", "small", "Monday", "water")
 _MAP_IDS = 600
 _PAIRS = 4096  # of ids, at each digit distance
+_COUNTED_SAMPLES = 2**17  # more would only find ids again
 _SEED = 0
 
 
@@ -31,10 +33,7 @@ def measure(trained: TrainedModel) -> dict[str, Any]:
     """All measures, plain JSON values. Needs `topology.initialize(1)`."""
     embedding = trained.build().embedding
     vocab_size = trained.recipe.model.vocabulary
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for prefix in training_prefixes(trained.recipe.data):
-        found = torch.from_numpy(load_token_counts(prefix))
-        counts[: len(found)] += found
+    counts = training_counts(trained.recipe)
     generator = embedding.generator if isinstance(embedding, GeneratorEmbedding) else None
     with torch.no_grad():
         table = (
@@ -56,6 +55,21 @@ def measure(trained: TrainedModel) -> dict[str, Any]:
         if generator is not None:
             measures["generator"] = _of_generator(generator, counts)
     return measures
+
+
+def training_counts(recipe: Recipe) -> Int[Tensor, " V"]:
+    """How often each id was an input of a run's training, over its first 2^17 samples at most.
+
+    Not over the dataset, of which a short run sees a part: the rows of a learned table that no step touched are
+    the noise that they began with. Raises UserError where the data are missing.
+    """
+    samples = num_train_samples(recipe)
+    dataset = open_blend(recipe.data, check_data(recipe.data).train, samples, Split.train)
+    counts = torch.zeros(recipe.model.vocabulary, dtype=torch.int64)
+    for index in range(min(samples, _COUNTED_SAMPLES)):
+        ids = torch.as_tensor(dataset[index]["tokens"])
+        counts.scatter_add_(0, ids, torch.ones_like(ids))
+    return counts
 
 
 def effective_rank(singular_values: Float[Tensor, " D"]) -> float:

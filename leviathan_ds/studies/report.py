@@ -13,7 +13,7 @@ from rich.table import Table
 from leviathan_ds import run_directory
 from leviathan_ds.accounting import count_parameters
 from leviathan_ds.studies import figures, results
-from leviathan_ds.studies.comparison import LEVIATHAN, Comparison, multiplier, percents, times
+from leviathan_ds.studies.comparison import NAMES, Comparison, multiplier, percents, times
 from leviathan_ds.studies.results import Row
 from leviathan_ds.studies.study import Run, Study, gflops_per_token, tokens_per_s
 
@@ -22,7 +22,7 @@ CAPTIONS = {
     "gain": "Perplexity reduction at equal body, and the time that it costs.",
     "multiplier": "Size of the dense model with Leviathan's loss, over its own, 95% intervals (v1, Figure 5).",
     "curves": "Validation loss over tokens; grey: where the tied baseline ends.",
-    "frequency": "Perplexity by how often training saw a token; each decile holds a tenth of the training tokens.",
+    "frequency": "Perplexity against the tied arm's by deciles of the dataset's tokens, 10 the rarest.",
     "learning_rate": "Learning rates tried, the same for every arm.",
     "ablation": "Variants: loss and throughput; grey: the first.",
     "embeddings": "What the embeddings became (first seed, widest size).",
@@ -41,14 +41,11 @@ def write(studies: Sequence[Study], root: Path, page: Path) -> None:
     sections = [_HEADER]
     for study in studies:
         folder = root / study.name
-        comparison = Comparison(
-            results.read_table(folder, results.RUNS),
-            results.read_table(folder, results.EVALUATIONS),
-            results.read_table(folder, results.FREQUENCY),
-        )
+        comparison = Comparison.read(folder)
         embeddings = results.read_embeddings(folder)
         names = figures.draw(comparison, embeddings, folder)
-        sections += _section(study, comparison, embeddings, names, Path(os.path.relpath(folder, page.parent)))
+        link = Path(os.path.relpath(folder, page.parent))
+        sections += [f"## {study.name}", *_section(comparison, embeddings, names, link)]
     if (root / THEOREM / "theorem.md").is_file():
         link = Path(os.path.relpath(root / THEOREM, page.parent)) / "theorem.png"
         text = (root / THEOREM / "theorem.md").read_text()
@@ -72,42 +69,54 @@ def demonstrate_theorem(root: Path) -> str:
     return table
 
 
-def _section(
-    study: Study, comparison: Comparison, embeddings: Sequence[Row], names: Sequence[str], link: Path
-) -> list[str]:
-    parts = [f"## {study.name}", _circumstances(comparison)]
-    verdicts = comparison.verdicts()
-    if verdicts:
-        cells = [[each.claim, each.paper, each.here, f"**{each.verdict}**"] for each in verdicts]
-        parts += ["### Verdicts", markdown(["claim", "the paper", "here", "verdict"], cells)]
+def _section(comparison: Comparison, embeddings: Sequence[Row], names: Sequence[str], link: Path) -> list[str]:
+    parts = [_circumstances(comparison)]
+    for each in comparison.candidates:
+        cells = [[found.claim, found.paper, found.here, f"**{found.verdict}**"] for found in each.verdicts()]
+        if cells:
+            parts += [
+                f"### Verdicts on {each.candidate}",
+                markdown(["claim", "the paper", "here", "verdict"], cells),
+            ]
     tables = {
-        "loss": _runs_table(comparison, ("iso_body", "isoparametric")),
-        "multiplier": _fits_table(comparison),
-        "curves": _savings_table(comparison),
-        "learning_rate": _runs_table(comparison, ("learning_rate",)),
-        "ablation": _runs_table(comparison, ("ablation",)),
-        "embeddings": _embeddings_table(embeddings),
+        "loss": lambda: _runs_table(comparison, ("iso_body", "isoparametric")) + "\n\n" + _fits_table(comparison),
+        "multiplier": lambda: _equivalents_table(comparison),
+        "curves": lambda: _savings_table(comparison),
+        "frequency": lambda: _frequency_table(comparison),
+        "learning_rate": lambda: _runs_table(comparison, ("learning_rate",)) + "\n\n" + _edges(comparison),
+        "ablation": lambda: _runs_table(comparison, ("ablation",)),
+        "embeddings": lambda: _embeddings_table(embeddings),
     }
     for name, caption in CAPTIONS.items():
         if name in names:
-            parts += [f"### {caption}", f"![{caption}]({link / name}.png)", tables.get(name, "")]
+            parts += [f"### {caption}", f"![{caption}]({link / name}.png)"]
+            parts += [tables[name]()] if name in tables else []
     return [part for part in parts if part]
 
 
 def _circumstances(comparison: Comparison) -> str:
-    """How many runs, where, by which code, on which data."""
+    """How many runs, where, by which code, on which data; which are not there, and why."""
 
     def all_of(key: str) -> str:
         return ", ".join(f"`{each}`" for each in sorted({str(row[key]) for row in comparison.runs}))
 
-    runs = comparison.runs
+    runs, missing = comparison.runs, comparison.missing
     tokens, epochs = [row["tokens"] for row in runs], [row["epochs"] for row in runs]
     skipped = sum(row["skipped_steps"] for row in runs)
-    return (
-        f"{len(runs)} runs of {_between(tokens)} tokens each ({_between(epochs, '.3g')} epochs), vocabulary "
-        f"{all_of('vocab_size')}, {all_of('precision')}, on {all_of('device')}; skipped steps: {skipped}.\n"
+    text = (
+        f"{len(runs)} of {len(runs) + len(missing)} runs, {_between(tokens)} tokens each "
+        f"({_between(epochs, '.3g')} epochs), vocabulary {all_of('vocab_size')}, {all_of('precision')}, on "
+        f"{all_of('device')}; skipped steps: {skipped}.\n"
         f"Commits: {all_of('commit')}. Data: {all_of('data')}."
     )
+    if missing:
+        lines = [[_name(row), row["seed"], row["reason"]] for row in missing]
+        text += "\n\n" + markdown(["missing run", "seed", "why"], lines)
+    return text
+
+
+def _name(row: Row) -> str:
+    return "/".join([row["kind"], "-".join(filter(None, (row["arm"], row["size"], row["variant"])))])
 
 
 def _between(values: Sequence[float], form: str = ",.0f") -> str:
@@ -159,26 +168,60 @@ def _fits_table(comparison: Comparison) -> str:
             low, high = fit.interval([getattr(law, key) for law in fit.resampled])
             cells.append(f"{getattr(fit.law, key):.4g} [{low:.4g}, {high:.4g}]")
         lines.append([*cells, "; ".join(fit.warnings) or "none"])
-    fits = markdown(["fit of L(N) = E + A·N^−α", "E", "A", "α", "warnings"], lines)
+    if not lines:
+        return "No power law is fitted: that takes three sizes of a dense arm, and four to test it."
+    return markdown(["fit of L(N) = E + A·N^−α", "E", "A", "α", "warnings"], lines)
+
+
+def _equivalents_table(comparison: Comparison) -> str:
     lines = [
-        [size, kind, arm, multiplier(found), "; ".join(found.warnings) or "none"]
+        [size, each.candidate, kind, arm, multiplier(found), "; ".join(found.warnings) or "none"]
+        for each in comparison.candidates
         for kind in ("iso_body", "isoparametric")
-        for arm in comparison.fits
-        for size, found in comparison.equivalents(kind, arm).items()
+        for arm in each.fits
+        for size, found in each.equivalents(kind, arm).items()
     ]
-    return (
-        fits + "\n\n" + markdown(["size", "Leviathan", "fit", "dense-equivalent over own size", "warnings"], lines)
-    )
+    return markdown(["size", "arm", "bodies", "fit", "dense-equivalent over own size", "warnings"], lines)
 
 
 def _savings_table(comparison: Comparison) -> str:
-    lines = []
-    for size in comparison.sizes("iso_body", LEVIATHAN):
-        for base in (arm for arm in comparison.arms("iso_body") if arm != LEVIATHAN):
-            if savings := comparison.savings(size, base):
-                lines.append([size, base, times(savings), percents(comparison.gains(size, base))])
-    head = ["size", "baseline", "fewer tokens to its final loss, by seed", "lower perplexity at the end"]
+    lines = [
+        [size, each.candidate, base, times(savings), percents(each.gains(size, base))]
+        for each in comparison.candidates
+        for size in each.sizes("iso_body", each.candidate)
+        for base in NAMES
+        if (savings := each.savings(size, base))
+    ]
+    head = ["size", "arm", "baseline", "fewer tokens to its final loss, by seed", "lower perplexity at the end"]
     return markdown(head, lines) if lines else ""
+
+
+def _frequency_table(comparison: Comparison) -> str:
+    """Perplexity of each arm, the mean loss of its seeds, by decile."""
+    deciles = range(1, 11)
+    lines = []
+    for size in comparison.sizes("iso_body"):
+        for arm in comparison.arms("iso_body"):
+            losses = [list(comparison.frequency_losses(size, arm, decile).values()) for decile in deciles]
+            if any(losses):
+                cells = [f"{math.exp(sum(each) / len(each)):,.1f}" if each else "" for each in losses]
+                lines.append([size, arm, *cells])
+    return "Perplexity, decile 10 the rarest:\n\n" + markdown(["size", "arm", *map(str, deciles)], lines)
+
+
+def _edges(comparison: Comparison) -> str:
+    """The arms whose best rate lies at an end of the tries, so that a better one may lie beyond."""
+    found = []
+    for size in comparison.sizes("learning_rate"):
+        for arm in comparison.arms("learning_rate"):
+            losses: dict[float, list[float]] = {}
+            for row in comparison.of("learning_rate", arm, size):
+                losses.setdefault(row["lr"], []).append(row["val_loss"])
+            if losses:
+                best = min(losses, key=lambda rate: sum(losses[rate]) / len(losses[rate]))
+                if best in (min(losses), max(losses)):
+                    found.append(f"**{arm} at {size}: the best rate, {best:g}, is at an end of the tries.**")
+    return "\n".join(found) or "No arm's best rate is at an end of the tries."
 
 
 def _embeddings_table(embeddings: Sequence[Row]) -> str:
