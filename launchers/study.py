@@ -78,9 +78,11 @@ def plan(options) -> None:
     Console().print(report.plan_table(study, runs))
     if options.slurm is not None:
         due = [each for each in runs if not runner.finished(each, folder / each.name)]
-        ready = [each for each in due if each.missing is None]
+        able = [each for each in due if runner.obstacle_to(each, folder / each.name) is None]
+        ready = [each for each in able if each.missing is None]
         run_directory.write_text(options.slurm, runner.slurm_script(study, ready, folder))
-        counts = f"{len(runs) - len(due)} are finished, {len(due) - len(ready)} wait for a tuned learning rate"
+        counts = f"{len(runs) - len(due)} are finished, {len(able) - len(ready)} wait for a tuned learning rate"
+        counts += f", {len(due) - len(able)} diverged or have another recipe"
         print(f"wrote {options.slurm}: {len(ready)} jobs; {counts}")
 
 
@@ -98,12 +100,12 @@ def collect(options) -> int:
     from leviathan_ds.studies.study import load, run_name
 
     study = load(options.study)
-    folder, output = options.runs_dir / study.name, options.results / study.name
+    folder, output, failed = options.runs_dir / study.name, options.results / study.name, False
     for each in study.runs(runner.tuned_rates(study, folder)):  # trained elsewhere, as by a cluster's jobs
         run_dir = folder / each.name
         if (run_dir / runner.MEASURES).is_file() or each.missing:
             continue
-        if not runner.finished(each, run_dir) or runner.changed(each, run_dir):
+        if not runner.finished(each, run_dir) or runner.obstacle_to(each, run_dir):
             continue
         try:
             with runner.reserved(run_dir):
@@ -116,13 +118,14 @@ def collect(options) -> int:
             return code
         if code:
             print(f"{each.name}: could not be measured, see {run_dir}.log")
+            failed = True
     rows = results.collect(study, folder, output)
-    missing = results.read_table(output, results.MISSING)
-    print(f"{output}: {len(rows)} of {len(rows) + len(missing)} runs", end="")
-    names = [run_name(*(row[key] for key in ("kind", "arm", "size", "variant", "seed"))) for row in missing]
+    others = [row for row in rows if row["status"] != results.DONE]
+    print(f"{output}: {len(rows) - len(others)} of {len(rows)} runs", end="")
+    names = [run_name(*(row[key] for key in ("kind", "arm", "size", "variant", "seed"))) for row in others]
     more = ", …" if len(names) > 3 else ""
     print(f"; {len(names)} missing: {', '.join(names[:3])}{more}" if names else "")
-    return 0
+    return 1 if failed else 0
 
 
 def report(options) -> None:

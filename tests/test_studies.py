@@ -256,6 +256,10 @@ def test_what_a_fit_does_not_support_is_said():
         at_the_end = equivalent(fit, size, [LAW.loss(2e6)])
         assert not at_the_end.supported
         assert "at or beyond the ends" in at_the_end.warnings[0]
+    plain = fit_dense(SIZES, [60 * size**-0.3 for size in SIZES], resamples=5)
+    assert "E is near nought" in plain.warnings[0]
+    steps = fit_dense(SIZES, [4.0, 3.0, 3.0, 3.0, 3.0], resamples=5)
+    assert any("α is at its bound" in warning for warning in steps.warnings)
     with pytest.raises(ValueError, match="three sizes"):
         fit_power_law([1.0, 2.0, 2.0], [3.0, 2.0, 2.0])
 
@@ -273,6 +277,7 @@ AGAINST_TIED = "Iso-body: lower perplexity than the tied table"
 AGAINST_UNTIED = "Iso-body: lower perplexity than the untied table"
 EQUAL = "Equal parameters: lower perplexity than the untied table"
 SOONER = "Fewer tokens to the final loss of the tied table"
+GROWS = "The gain over the tied table grows from the smallest to the largest size"
 RARE = "The gain over the tied table is in rare tokens"
 LARGER = "Equal parameters: acts like a larger dense model (fit of the untied table)"
 
@@ -309,18 +314,21 @@ def test_a_planted_gain_is_found(tmp_path):
     for size in ("d32", "d128"):
         row, other = comparison.pairs(size, "dense_tied")[0]
         gain = 1 - math.exp(row["val_loss"] - other["val_loss"])
-        assert comparison.gains(size, "dense_tied")[0] == pytest.approx(gain)
-        assert comparison.frequency_gains(size, 10)[0] == pytest.approx(1 - math.exp(-1))
-        assert comparison.overheads(size) == [1.0, 1.0]
+        assert comparison.gains(size, "dense_tied")[1] == pytest.approx(gain)
+        assert comparison.frequency_gains(size, 10)[1] == pytest.approx(1 - math.exp(-1))
+        assert comparison.overheads(size) == {1: 1.0, 2: 1.0}
     found = comparison.equivalents("isoparametric")["d64"]
     assert found.multiplier == pytest.approx(3.0, rel=0.1)
     # The curves fall by 0.2 every tenth of the run: reached earlier by the difference.
     ours, base = comparison.pairs("d64", "dense_tied")[0]
     share = 1 - (base["val_loss"] - ours["val_loss"]) / 2
-    assert comparison.savings("d64")[0] == pytest.approx(1 / share, rel=0.02)
+    assert comparison.savings("d64")[1] == pytest.approx(1 / share, rel=0.02)
     verdicts = {each.claim: each.verdict for each in comparison.verdicts()}
     for claim in (AGAINST_TIED, AGAINST_UNTIED, EQUAL, SOONER, RARE):
         assert verdicts[claim] == "holds (8 of 8 pairs)", claim
+        assert verdicts[claim.replace("the tied", "the untied")] == "holds (8 of 8 pairs)", claim
+    # A power law in N: the smaller the model, the more is to be gained from three times its parameters.
+    assert verdicts[GROWS] == "fails (0 of 2 seeds)"
     # The smallest and the largest are as large as the dense runs' ends: there only one outcome could be seen.
     assert verdicts[LARGER] == "holds (2 of 4 sizes, which the fit supports)"
     assert "**holds (8 of 8 pairs)**" in page
@@ -345,17 +353,114 @@ def test_a_planted_loss_is_told_plainly(tmp_path, monkeypatch):
     assert {row["variant"] for row in comparison.of("iso_body")} <= {"", None}
 
 
+def lose(tmp_path: Path, pattern: str) -> None:
+    """Make runs of the planted study diverge."""
+    for run in load(tmp_path / "planted.yaml").runs(pattern=pattern):
+        summary = tmp_path / "runs" / "planted" / run.name / run_directory.SUMMARY
+        summary.write_text(json.dumps({"exit_code": EXIT_DIVERGED, "steps": 3}))
+
+
 def test_a_diverged_run_loses_its_pair_and_is_named(tmp_path):
     study = write_study(tmp_path)
-    folder = tmp_path / "runs" / "planted"
-    finish_all(study, folder, planted(3.0))
-    (lost,) = study.runs(pattern="iso_body/leviathan-d64-s2")
-    run_directory.update_summary(folder / lost.name, exit_code=EXIT_DIVERGED, final_val_loss=None, steps=3)
+    finish_all(study, tmp_path / "runs" / "planted", planted(3.0))
+    lose(tmp_path, "iso_body/leviathan-d64-s2")
     page = page_of(tmp_path)
     assert "undecided (7 of 8 pairs)" in page
-    assert "| iso_body/leviathan-d64 | 2 | diverged" in page
+    assert "| iso_body/leviathan-d64-s2 | diverged | no finite loss |" in page
     count = len(list(study.runs()))
     assert f"{count - 1} of {count} runs" in page
+
+
+@pytest.fixture(scope="module")
+def gaining(tmp_path_factory) -> Path:
+    """A study's folder, all of its runs at their end, Leviathan's with a gain; tests put back what they take."""
+    folder = tmp_path_factory.mktemp("gaining")
+    finish_all(write_study(folder), folder / "runs" / "planted", planted(3.0))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "pattern, verdict",
+    [
+        ("iso_body/leviathan-*", {AGAINST_TIED: "fails (0 of 8 pairs)", SOONER: "fails (0 of 8 pairs)"}),
+        ("iso_body/leviathan-d128-*", {GROWS: "fails (0 of 2 seeds)", AGAINST_TIED: "undecided (6 of 8 pairs)"}),
+        ("isoparametric/*", {EQUAL: "fails (0 of 8 pairs)"}),
+        ("isoparametric/*-s2", {EQUAL: "undecided (4 of 8 pairs)", LARGER: "undecided (2 of 4 sizes,"}),
+        ("isoparametric/*-d32-*", {LARGER: "undecided (2 of 4 sizes,"}),
+    ],
+)
+def test_what_diverged_is_in_no_verdict_a_gain(gaining, tmp_path, pattern, verdict):
+    folder, study = gaining / "runs" / "planted", load(gaining / "planted.yaml")
+    before = {path: path.read_text() for path in folder.rglob(run_directory.SUMMARY)}
+    lose(gaining, pattern)
+    try:
+        results.collect(study, folder, tmp_path)
+    finally:
+        for path, text in before.items():
+            path.write_text(text)
+    found = {each.claim: each.verdict for each in Comparison.read(tmp_path).candidates[0].verdicts()}
+    for claim, expected in verdict.items():
+        assert found[claim].startswith(expected), (claim, found[claim])
+
+
+def test_equal_parameters_are_claimed_of_equal_parameters_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "draw", lambda *_: [])
+    experiments = STUDY["experiments"] | {
+        "isoparametric": {"arms": ["leviathan"], "match_arm": "dense_tied", "sizes": ["d128"]}
+    }
+    small = {"model": {**STUDY["recipe"]["model"], "generator": {"seed_size": 8, "num_heads": 1, "rank": 8}}}
+    study = write_study(tmp_path, experiments=experiments, recipe=STUDY["recipe"] | small)
+    finish_all(study, tmp_path / "runs" / "planted", planted(3.0))
+    page_of(tmp_path)
+    claims = [each.claim for each in Comparison.read(tmp_path / "results" / "planted").verdicts()]
+    assert EQUAL not in claims
+    assert EQUAL.replace("untied", "tied") in claims
+
+
+def test_every_arm_with_a_generator_is_compared(tmp_path):
+    arms = STUDY["arms"] | {"wide": {"model": {"embedding": "leviathan", "generator": {"rank": 96}}}}
+    grid = {"iso_body": {}, "isoparametric": {"arms": ["wide"], "sizes": ["d128"]}}
+    study = write_study(tmp_path, arms=arms, experiments=grid)
+    finish_all(study, tmp_path / "runs" / "planted", lambda run: 5.0 - 0.1 * list(arms).index(run.arm))
+    page = page_of(tmp_path)
+    assert page.count("### Verdicts on ") == 2
+    wide = page[page.index("### Verdicts on wide") :]
+    assert f"| {EQUAL} | not reported | d128 +18.1% | **holds (1 of 1 pairs)** |" in wide
+
+
+def test_a_best_rate_at_an_end_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "draw", lambda *_: ["learning_rate"])
+    rates = {f"lr{rate}": {"training": {"lr": rate}} for rate in (1e-3, 3e-3, 9e-3)}
+    grid = {"learning_rate": {"arms": ["leviathan"], "sizes": ["d64"], "variants": rates}}
+    study = write_study(tmp_path, experiments=grid)
+    finish_all(study, tmp_path / "runs" / "planted", lambda run: 5.0 - run.recipe.training.lr)
+    assert "**leviathan at d64: the best rate, 0.009, is at an end of the tries.**" in page_of(tmp_path)
+    lose(tmp_path, "*-lr0.009-*")
+    assert "No arm's best rate is at an end" in page_of(tmp_path), "a try beyond it diverged"
+
+
+def test_tables_that_are_not_whole_are_refused_and_none_is_left_of_before(gaining, tmp_path, monkeypatch, capsys):
+    folder, study = gaining / "runs" / "planted", load(gaining / "planted.yaml")
+    output = tmp_path / "planted"
+    results.collect(study, folder, output)
+    assert results.read_table(output, results.FREQUENCY)
+    monkeypatch.setattr(results, "MEASURES", "not-measured-any-more.json")
+    results.collect(study, folder, output)
+    assert results.read_table(output, results.FREQUENCY) == []
+    whole = (output / results.RUNS).read_text()
+    report = [
+        "report",
+        str(gaining / "planted.yaml"),
+        "--page",
+        str(tmp_path / "page.md"),
+        "--results",
+        str(tmp_path),
+    ]
+    for broken in (whole.replace('"status",', ""), whole[: len(whole) // 2], ""):
+        (output / results.RUNS).write_text(broken)
+        assert launcher.main(report) == 2
+        assert "is cut short or of another version" in capsys.readouterr().err
+    assert not (tmp_path / "page.md").exists()
 
 
 def test_a_study_of_ablations_alone_has_a_page(tmp_path):
@@ -460,14 +565,23 @@ def test_a_diverged_learning_rate_loses_the_tuning(tmp_path):
     finish(slow, tmp_path / slow.name, 5.0)
     assert runner.tuned_rates(study, tmp_path) == {}, "not before all tries have ended"
     run_directory.update_summary(tmp_path / fast.name, exit_code=EXIT_DIVERGED)
-    assert runner.changed(fast, tmp_path / fast.name) == "diverged"
+    assert runner.obstacle_to(fast, tmp_path / fast.name) == "diverged"
     assert runner.tuned_rates(study, tmp_path) == {("leviathan", "d64"): slow.recipe.training.lr}
     finish(fast, tmp_path / fast.name, math.nan)
     assert runner.tuned_rates(study, tmp_path) == {("leviathan", "d64"): slow.recipe.training.lr}
     finish(fast, tmp_path / fast.name, 4.0)
     run_directory.update_summary(tmp_path / fast.name, exit_code=EXIT_DIVERGED)  # of an earlier start
-    assert runner.changed(fast, tmp_path / fast.name) is None
+    assert runner.obstacle_to(fast, tmp_path / fast.name) is None
     assert runner.tuned_rates(study, tmp_path) == {("leviathan", "d64"): fast.recipe.training.lr}
+    # A try of another recipe is none, and where all have diverged there is no best one.
+    path = tmp_path / fast.name / run_directory.RECIPE
+    whole = path.read_text()
+    path.write_text(whole.replace("log_interval: 10", "log_interval: 7"))
+    assert runner.tuned_rates(study, tmp_path) == {}
+    path.write_text(whole)
+    for run in (slow, fast):
+        finish(run, tmp_path / run.name, math.nan)
+    assert runner.tuned_rates(study, tmp_path) == {}
 
 
 @pytest.mark.parametrize("code", [EXIT_STOPPED, 0, 1])
@@ -571,19 +685,18 @@ def test_planned_runs_without_a_row_are_named_with_the_reason(tmp_path, monkeypa
     assert launcher.main(["collect", str(tmp_path / "planted.yaml"), *arguments]) == 0
     output = tmp_path / "results" / "planted"
     missing = {}
-    for row in results.read_table(output, results.MISSING):
-        assert list(row) == ["kind", "arm", "size", "variant", "seed", "reason"]
-        missing[run_name(*(row[key] for key in list(row)[:5]))] = row["reason"]
-    assert missing.pop(diverged) == "diverged"
-    assert missing.pop(nan) == "diverged: final loss nan"
-    assert missing.pop(stopped) == missing.pop(untuned) == "not finished"
-    assert missing.pop(other) == "was trained with run.log_interval = 7, the study now says 10"
-    assert set(missing) == {name for name in runs if "/dense_tied-" in name and not name.startswith("learning_r")}
-    assert set(missing.values()) == {"waits for a tuned learning rate"}
     rows = results.read_table(output, results.RUNS)
-    assert len(rows) + len(missing) + 5 == len(runs)
-    assert all(math.isfinite(row["val_loss"]) for row in rows)
-    told = f"{len(rows)} of {len(runs)} runs; {len(missing) + 5} missing: {untuned}, iso_body/dense_tied-d128-s1, "
+    assert [_name(row) for row in rows] == list(runs)
+    done = [row for row in rows if row["status"] == "done"]
+    assert all(math.isfinite(row["val_loss"]) and not row["reason"] for row in done)
+    missing = {_name(row): (row["status"], row["reason"]) for row in rows if row not in done}
+    assert missing.pop(diverged) == missing.pop(nan) == ("diverged", "no finite loss")
+    assert missing.pop(stopped) == missing.pop(untuned) == ("missing", "not finished")
+    recipes_differ = "was trained with run.log_interval = 7, the study now says 10"
+    assert missing.pop(other) == ("missing", recipes_differ)
+    assert set(missing) == {name for name in runs if "/dense_tied-" in name and not name.startswith("learning_r")}
+    assert set(missing.values()) == {("missing", "waits for a tuned learning rate")}
+    told = f"{len(done)} of {len(runs)} runs; {len(missing) + 5} missing: {untuned}, iso_body/dense_tied-d128-s1, "
     assert told in capsys.readouterr().out
 
 
@@ -600,8 +713,6 @@ def test_of_a_whole_study_nothing_is_missing_and_names_stay_strings(tmp_path, ca
     assert launcher.main(["collect", str(tmp_path / "planted.yaml"), *arguments]) == 0
     assert capsys.readouterr().out.endswith(": 5 of 5 runs\n")
     output = tmp_path / "results" / "planted"
-    assert (output / results.MISSING).read_text().strip() == '"kind","arm","size","variant","seed","reason"'
-    assert results.read_table(output, results.MISSING) == []
     for table in (results.RUNS, results.EVALUATIONS, results.FREQUENCY):
         rows = results.read_table(output, table)
         assert {row["size"] for row in rows} == {"64"}
@@ -657,6 +768,10 @@ def test_the_smoke_study(tmp_path):
     assert "Iso-body, against the tied table" in page
     for figure in set(re.findall(r"\]\((.*?\.png)\)", page)):
         assert (tmp_path / "smoke" / figure).is_file(), figure
+
+
+def _name(row: results.Row) -> str:
+    return run_name(*(row[key] for key in ("kind", "arm", "size", "variant", "seed")))
 
 
 def _identity(row: results.Row) -> tuple:

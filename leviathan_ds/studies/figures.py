@@ -13,11 +13,12 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from leviathan_ds.studies.comparison import LEVIATHAN, TIED, UNTIED, Comparison
+from leviathan_ds.studies.comparison import LEVIATHAN, TIED, UNTIED, Comparison, Outcomes
 from leviathan_ds.studies.results import Row
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
 
 STYLES = (
     {"color": "#000000", "marker": "o", "linestyle": "-"},
@@ -89,11 +90,10 @@ def _points(
 
 def loss(comparison: Comparison) -> Any:
     """Figures 3 and 4 of the paper: final loss against total parameters, with the dense fits."""
-    arms = comparison.arms("iso_body")
+    arms, deeper = comparison.arms("iso_body", "isoparametric"), comparison.arms("isoparametric")
     if not arms:
         return None
     figure, (axis,) = _panels(1, 6)
-    deeper = comparison.arms("isoparametric")
     for kind, arm in [*(("iso_body", arm) for arm in arms), *(("isoparametric", arm) for arm in deeper)]:
         groups = [comparison.of(kind, arm, size) for size in comparison.sizes(kind, arm)]
         if groups:
@@ -118,26 +118,19 @@ def loss(comparison: Comparison) -> Any:
 
 def gain(comparison: Comparison) -> Any:
     """Figure 3 of the paper: perplexity reduction by size, also at equal totals; and what it costs in time."""
-    lines = [
-        (each, base, kind)
-        for each in comparison.candidates
-        for base, kind in ((TIED, "iso_body"), (UNTIED, "iso_body"), (UNTIED, "isoparametric"))
-        if any(each.gains(size, base, kind) for size in each.sizes(kind, each.candidate))
-    ]
-    if not lines:
-        return None
+    order = _all_sizes(comparison)
     figure, (left, right) = _panels(2)
-    order = comparison.sizes("iso_body")
-    for number, (each, base, kind) in enumerate(lines):
-        known = [size for size in order if each.gains(size, base, kind)]
-        places = [order.index(size) for size in known]
-        equal = "equal body" if kind == "iso_body" else "equal parameters"
-        label = f"{each.candidate} against {base}, {equal}"
-        values = [[100 * share for share in each.gains(size, base, kind)] for size in known]
-        _points(left, places, values, _style(number), label)
-        if kind == "iso_body":
-            values = [[100 * share for share in each.overheads(size, base)] for size in known]
-            _points(right, places, values, _style(number), label)
+    for number, each in enumerate(comparison.candidates):
+        for base in (TIED, UNTIED):
+            for kind in ("iso_body", "isoparametric"):
+                equal = "equal body" if kind == "iso_body" else "equal parameters"
+                style, label = _pairing(number, base, kind), f"{each.candidate} against {base}, {equal}"
+                _by_size(left, [each.gains(size, base, kind) for size in order], style, label)
+                if kind == "iso_body":
+                    _by_size(right, [each.overheads(size, base) for size in order], style, label)
+    if not left.lines:
+        plt.close(figure)
+        return None
     left.axhspan(6.7, 18.1, **_BAND)
     left.annotate("v1, against tied: 6.7 to 18.1", (0.02, 6.9), xycoords=("axes fraction", "data"), fontsize=7)
     left.set(ylabel="lower perplexity, %")
@@ -149,37 +142,57 @@ def gain(comparison: Comparison) -> Any:
     return figure
 
 
+def _all_sizes(comparison: Comparison) -> list[str]:
+    return list(dict.fromkeys(comparison.sizes("iso_body") + comparison.sizes("isoparametric")))
+
+
+def _pairing(candidate: int, base: str, kind: str) -> dict[str, Any]:
+    """One look for each candidate (marker), baseline (colour) and kind of body (line, filling)."""
+    deep = kind == "isoparametric"
+    color = STYLES[0 if base == TIED else 1]["color"]
+    marker, filling = "o^sDv"[candidate % 5], "none" if deep else color
+    return {"marker": marker, "color": color, "linestyle": ":" if deep else "-", "markerfacecolor": filling}
+
+
+def _by_size(axis: Any, outcomes: Sequence[Outcomes], style: dict[str, Any], label: str) -> None:
+    """Shares in percent, a place for each size; what diverged is not drawn: the page says so."""
+    groups = [[100 * each for each in found.values() if each is not None] for found in outcomes]
+    places = [place for place, group in enumerate(groups) if group]
+    if places:
+        _points(axis, places, [groups[place] for place in places], style, label)
+
+
 def multipliers(comparison: Comparison) -> Any:
-    """Figure 5 of the paper: dense-equivalent size over own size, with 95% intervals; grey where the dense runs do
-    not support it."""
+    """Figure 5 of the paper: dense-equivalent size over own size with 95% intervals; pale where not supported."""
     lines = [
-        (each, kind, base, found)
-        for each in comparison.candidates
+        (number, each, kind, base, found)
+        for number, each in enumerate(comparison.candidates)
         for kind in ("isoparametric", "iso_body")
         for base in (TIED, UNTIED)
         if (found := each.equivalents(kind, base))
     ]
-    if not any(kind == "isoparametric" for _, kind, _, _ in lines):
+    if not any(kind == "isoparametric" for _, _, kind, _, _ in lines):
         return None
     figure, (axis,) = _panels(1, 6)
-    order = comparison.sizes("iso_body")
-    for number, (each, kind, base, found) in enumerate(lines):
-        style = {**_style(number), "linestyle": ""}
-        label = f"{each.candidate}, {kind}, {base} fit"
+    order, handles = _all_sizes(comparison), []
+    for line, (number, each, kind, base, found) in enumerate(lines):
+        style = {**_pairing(number, base, kind), "linestyle": "", "markersize": 5}
+        handles.append(Line2D([], [], **style, label=f"{each.candidate}, {kind}, {base} fit"))
         for size, one in found.items():
+            place = order.index(size) + 0.08 * (line - (len(lines) - 1) / 2)
             low, high = one.interval
-            if not (math.isfinite(one.multiplier) and math.isfinite(high)):
-                continue
-            place = order.index(size) + 0.08 * (number - (len(lines) - 1) / 2)
-            color = style["color"] if one.supported else "#AAAAAA"
-            axis.vlines(place, low, high, color=color, linewidth=1.2)
-            axis.plot(place, one.multiplier, **(style | {"color": color}), markersize=5, label=label)
-            label = None
+            alpha = 1.0 if one.supported else 0.35
+            if math.isfinite(high):
+                axis.vlines(place, low, high, color=style["color"], linewidth=1.2, alpha=alpha)
+            if math.isfinite(one.multiplier):
+                axis.plot(place, one.multiplier, **style, alpha=alpha)
+            else:
+                axis.annotate("∞", (place, 0.95), xycoords=("data", "axes fraction"), color=style["color"])
     axis.axhspan(1.47, 2.11, **_BAND)
     axis.axhline(1, color="#000000", linewidth=0.8)
     axis.set_xticks(range(len(order)), order)
     axis.set(xlabel="size (band: v1's 1.47 to 2.11)", ylabel="dense-equivalent over own parameters", yscale="log")
-    axis.legend(fontsize=7)
+    axis.legend(handles=handles, fontsize=7)
     return figure
 
 
@@ -220,7 +233,9 @@ def frequency(comparison: Comparison) -> Any:
     for axis, size in zip(axes, sizes, strict=True):
         for arm in comparison.arms("iso_body"):
             by_decile = {decile: comparison.frequency_gains(size, decile, TIED, arm) for decile in range(1, 11)}
-            known = {decile: [-100 * each for each in gains] for decile, gains in by_decile.items() if gains}
+            known = {
+                decile: [-100 * each for each in gains.values()] for decile, gains in by_decile.items() if gains
+            }
             if known and arm != TIED:
                 style = _style_of(arm, comparison.arms("iso_body"))
                 _points(axis, list(known), list(known.values()), style, arm)
@@ -304,16 +319,17 @@ def embedding_panels(embeddings: Sequence[Row]) -> Any:
         ylabel="embedding distance over random pairs'",
         ylim=(0, None),
     )
-    generator = next((row["generator"] for row in rows if row.get("generator")), None)
-    if generator is not None:
+    shown = next((row for row in rows if row.get("generator")), None)
+    if shown is not None:
+        generator = shown["generator"]
         usage = generator["knot_usage"]
         axes[2].bar(range(1, len(usage) + 1), usage, color="#D55E00", edgecolor="#000000", linewidth=0.5)
-        title = f"knots in use: {generator['knots_used']:.0%}"
+        title = f"{shown['arm']}: {generator['knots_used']:.0%} of knots in use"
         axes[2].set(title=title, xlabel="knot", ylabel="share of latent coordinates nearest to it")
         x, y = np.array(generator["map"]).T
-        shown = axes[3].scatter(x, y, c=np.log10(generator["map_counts"]), s=9, cmap="cividis")
-        figure.colorbar(shown, ax=axes[3], label="log₁₀ of training count")
-        axes[3].set(title="latent points", xlabel="1st component", ylabel="2nd component")
+        points = axes[3].scatter(x, y, c=np.log10(generator["map_counts"]), s=9, cmap="cividis")
+        figure.colorbar(points, ax=axes[3], label="log₁₀ of training count")
+        axes[3].set(title=f"{shown['arm']}: latent points", xlabel="1st component", ylabel="2nd component")
     axes[0].legend()
     axes[1].legend()
     return figure

@@ -13,14 +13,15 @@ from rich.table import Table
 from leviathan_ds import run_directory
 from leviathan_ds.accounting import count_parameters
 from leviathan_ds.studies import figures, results
-from leviathan_ds.studies.comparison import NAMES, Comparison, multiplier, percents, times
+from leviathan_ds.studies.comparison import NAMES, TIED, UNTIED, Comparison, multiplier, percents, times
 from leviathan_ds.studies.results import Row
-from leviathan_ds.studies.study import Run, Study, gflops_per_token, tokens_per_s
+from leviathan_ds.studies.study import Run, Study, gflops_per_token, run_name, tokens_per_s
 
 CAPTIONS = {
     "loss": "Final validation loss against total parameters (v1, Figures 3 and 4); grey: dense fits.",
-    "gain": "Perplexity reduction at equal body, and the time that it costs.",
-    "multiplier": "Size of the dense model with Leviathan's loss, over its own, 95% intervals (v1, Figure 5).",
+    "gain": "Perplexity reduction at equal body and at equal parameters; right: time, at equal body.",
+    "multiplier": "Size of the dense model with Leviathan's loss, over its own, 95% intervals (v1, Figure 5); "
+    "pale: not supported.",
     "curves": "Validation loss over tokens; grey: where the tied baseline ends.",
     "frequency": "Perplexity against the tied arm's by deciles of the dataset's tokens, 10 the rarest.",
     "learning_rate": "Learning rates tried, the same for every arm.",
@@ -31,8 +32,8 @@ _HEADER = """# Results
 
 Written by `python launchers/study.py report`; edit nothing here. What each figure means and how a verdict is
 reached is in [studies.md](studies.md). Values are means over seeds, in brackets their range. A claim *holds* if it
-does in every pair of runs of equal size and seed, *fails* if in none, and is *undecided* otherwise: at the sizes
-and budgets below, and no others.
+does in every pair of runs of equal size and seed, *fails* if in none, and is *undecided* otherwise; that of an
+equivalent size goes by the 95% intervals of the fit. At the sizes and budgets below, and no others.
 """
 
 
@@ -74,10 +75,10 @@ def _section(comparison: Comparison, embeddings: Sequence[Row], names: Sequence[
     for each in comparison.candidates:
         cells = [[found.claim, found.paper, found.here, f"**{found.verdict}**"] for found in each.verdicts()]
         if cells:
-            parts += [
-                f"### Verdicts on {each.candidate}",
-                markdown(["claim", "the paper", "here", "verdict"], cells),
-            ]
+            head = ["claim", "the paper", "here", "verdict"]
+            parts += [f"### Verdicts on {each.candidate}", markdown(head, cells)]
+        else:
+            parts.append(f"No verdict on {each.candidate}: no {TIED} or {UNTIED} has ended at its sizes.")
     tables = {
         "loss": lambda: _runs_table(comparison, ("iso_body", "isoparametric")) + "\n\n" + _fits_table(comparison),
         "multiplier": lambda: _equivalents_table(comparison),
@@ -98,25 +99,26 @@ def _circumstances(comparison: Comparison) -> str:
     """How many runs, where, by which code, on which data; which are not there, and why."""
 
     def all_of(key: str) -> str:
-        return ", ".join(f"`{each}`" for each in sorted({str(row[key]) for row in comparison.runs}))
+        return ", ".join(f"`{each}`" for each in sorted({str(row[key]) for row in runs}))
 
-    runs, missing = comparison.runs, comparison.missing
-    tokens, epochs = [row["tokens"] for row in runs], [row["epochs"] for row in runs]
-    skipped = sum(row["skipped_steps"] for row in runs)
-    text = (
-        f"{len(runs)} of {len(runs) + len(missing)} runs, {_between(tokens)} tokens each "
-        f"({_between(epochs, '.3g')} epochs), vocabulary {all_of('vocab_size')}, {all_of('precision')}, on "
-        f"{all_of('device')}; skipped steps: {skipped}.\n"
-        f"Commits: {all_of('commit')}. Data: {all_of('data')}."
-    )
-    if missing:
-        lines = [[_name(row), row["seed"], row["reason"]] for row in missing]
-        text += "\n\n" + markdown(["missing run", "seed", "why"], lines)
-    return text
+    runs, planned = comparison.runs, comparison.planned
+    text = f"{len(runs)} of {len(planned)} runs"
+    if runs:
+        tokens, epochs = [row["tokens"] for row in runs], [row["epochs"] for row in runs]
+        text += (
+            f", {_between(tokens)} tokens each ({_between(epochs, '.3g')} epochs), vocabulary "
+            f"{all_of('vocab_size')}, {all_of('precision')}, on {all_of('device')}; skipped steps: "
+            f"{sum(row['skipped_steps'] for row in runs)}.\n"
+            f"Commits: {all_of('commit')}. Data: {all_of('data')}."
+        )
+    measured = {_name(row) for row in comparison.frequency}
+    lines = [[_name(row), row["status"], row["reason"]] for row in planned if row["status"] != results.DONE]
+    lines += [[_name(row), row["status"], "not measured"] for row in runs if _name(row) not in measured]
+    return text + ("\n\n" + markdown(["run", "status", "why"], lines) if lines else "")
 
 
 def _name(row: Row) -> str:
-    return "/".join([row["kind"], "-".join(filter(None, (row["arm"], row["size"], row["variant"])))])
+    return run_name(*(row[key] for key in ("kind", "arm", "size", "variant", "seed")))
 
 
 def _between(values: Sequence[float], form: str = ",.0f") -> str:
@@ -186,7 +188,7 @@ def _equivalents_table(comparison: Comparison) -> str:
 
 def _savings_table(comparison: Comparison) -> str:
     lines = [
-        [size, each.candidate, base, times(savings), percents(each.gains(size, base))]
+        [size, each.candidate, base, times(savings.values()), percents(each.gains(size, base).values())]
         for each in comparison.candidates
         for size in each.sizes("iso_body", each.candidate)
         for base in NAMES
@@ -215,8 +217,9 @@ def _edges(comparison: Comparison) -> str:
     for size in comparison.sizes("learning_rate"):
         for arm in comparison.arms("learning_rate"):
             losses: dict[float, list[float]] = {}
-            for row in comparison.of("learning_rate", arm, size):
-                losses.setdefault(row["lr"], []).append(row["val_loss"])
+            for row in comparison.of("learning_rate", arm, size, "ended"):
+                loss = row["val_loss"] if row["status"] == results.DONE else math.inf
+                losses.setdefault(row["lr"], []).append(loss)
             if losses:
                 best = min(losses, key=lambda rate: sum(losses[rate]) / len(losses[rate]))
                 if best in (min(losses), max(losses)):
@@ -243,13 +246,13 @@ def _embeddings_table(embeddings: Sequence[Row]) -> str:
 
 def _code(text: str) -> str:
     """A token as code within a table's cell."""
-    return "`" + text.replace("`", "'").replace("|", "¦").replace("\n", "⏎") + "`"
+    return "`" + text.replace("`", "'").replace("\n", "⏎") + "`"
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     """A Markdown table."""
     rows = [head, ["---"] * len(head), *lines]
-    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
 def plan_table(study: Study, runs: Sequence[Run]) -> Table:

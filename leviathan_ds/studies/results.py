@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -12,35 +11,81 @@ import pyarrow as pa
 from pyarrow import csv
 
 from data_prep.errors import UserError
-from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.accounting import count_parameters, flops_per_token
-from leviathan_ds.studies.runner import EVALUATION, MEASURES, changed, read_summary, tuned_rates
+from leviathan_ds.studies.runner import (
+    EVALUATION,
+    MEASURES,
+    diverged,
+    finished,
+    read_summary,
+    recipe_difference,
+    tuned_rates,
+)
 from leviathan_ds.studies.study import Run, Study
 
 Row = dict[str, Any]
 RUNS, EVALUATIONS, FREQUENCY, EMBEDDINGS = "runs.csv", "evaluations.csv", "frequency.csv", "embeddings.json"
-MISSING = "missing.csv"
-_IDENTITY = ("kind", "arm", "size", "variant", "seed")
-# Whatever they look like: a variant may be called 0.3, a commit may be all digits.
-_STRINGS = (*_IDENTITY[:-1], "commit", "data", "device", "precision", "embedding", "reason")
+DONE, DIVERGED, MISSING = "done", "diverged", "missing"  # a planned run's status
+_INT, _FLOAT, _TEXT = pa.int64(), pa.float64(), pa.string()
+_IDENTITY = {"kind": _TEXT, "arm": _TEXT, "size": _TEXT, "variant": _TEXT, "seed": _INT}
+_PLAN = {
+    "embedding": _TEXT,
+    "hidden_size": _INT,
+    "num_layers": _INT,
+    "vocab_size": _INT,
+    "parameters": _INT,
+    "embedding_parameters": _INT,
+    "body_parameters": _INT,
+    "gflops_per_token": _FLOAT,
+    "lr": _FLOAT,
+    "precision": _TEXT,
+}
+_MEASURED = {
+    "tokens": _INT,
+    "epochs": _FLOAT,
+    "val_loss": _FLOAT,
+    "initial_val_loss": _FLOAT,
+    "bits_per_byte": _FLOAT,
+    "tokens_per_s": _FLOAT,
+    "memory_gib": _FLOAT,
+    "skipped_steps": _INT,
+    "starts": _INT,
+    "device": _TEXT,
+    "commit": _TEXT,
+    "data": _TEXT,
+}
+# Types by name and not by looks: a variant may be called 0.3, a commit may be all digits.
+_TABLES = {
+    RUNS: {**_IDENTITY, "status": _TEXT, "reason": _TEXT, **_PLAN, **_MEASURED},
+    EVALUATIONS: {**_IDENTITY, "step": _INT, "tokens": _INT, "val_loss": _FLOAT},
+    FREQUENCY: {
+        **_IDENTITY,
+        "decile": _INT,
+        "ids": _INT,
+        "training_share": _FLOAT,
+        "share": _FLOAT,
+        "loss": _FLOAT,
+    },
+}
 
 
 def collect(study: Study, folder: Path, output: Path) -> list[Row]:
-    """Write the tables of all runs that have ended by the study's recipes, and return that of the runs.
+    """Write the tables of a study as it stands, and return that of the runs.
 
-    runs.csv: a row a run; missing.csv: a row a planned run that is not there, and why; evaluations.csv: a row a
+    runs.csv: a row a planned run, its status done, diverged or missing and why; evaluations.csv: a row a
     validation; frequency.csv: a row a run and decile of training frequency (evaluation/frequency.py);
-    embeddings.json: what the first seed's embeddings look like. Raises UserError without any run.
+    embeddings.json: what the first seed's embeddings look like. Raises UserError where no run has ended.
     """
-    rows, missing, evaluations, frequency, embeddings = [], [], [], [], []
+    rows, evaluations, frequency, embeddings = [], [], [], []
     for run in study.runs(tuned_rates(study, folder)):
         run_dir = folder / run.name
         identity = {key: getattr(run, key) for key in _IDENTITY}
-        if (reason := _why_missing(run, run_dir)) is not None:
-            missing.append(identity | {"reason": reason})
+        status, reason = _status(run, run_dir)
+        rows.append(identity | {"status": status, "reason": reason} | _plan(run))
+        if status != DONE:
             continue
-        rows.append(identity | _row(run_dir))
+        rows[-1] |= _measured(run_dir)
         tokens_per_step = run.tokens // run.recipe.training.train_steps
         evaluations += [
             identity
@@ -59,48 +104,49 @@ def collect(study: Study, folder: Path, output: Path) -> list[Row]:
             ]
             if run.kind == "iso_body" and run.seed == study.experiments["iso_body"].seeds[0]:
                 embeddings.append(identity | measures)
-    if not rows:
+    if all(row["status"] == MISSING for row in rows):
         raise UserError(f"{folder} holds no finished run of {study.name}; `study.py run` trains them")
     output.mkdir(parents=True, exist_ok=True)
-    for name, table in ((RUNS, rows), (EVALUATIONS, evaluations), (FREQUENCY, frequency)):
-        if table:
-            csv.write_csv(pa.Table.from_pylist(table), str(output / name))
-    columns = pa.schema({key: pa.string() for key in (*_IDENTITY, "reason")} | {"seed": pa.int64()})
-    csv.write_csv(pa.Table.from_pylist(missing, columns), str(output / MISSING))
     run_directory.write_text(output / EMBEDDINGS, json.dumps(embeddings) + "\n")
+    for name, table in ((EVALUATIONS, evaluations), (FREQUENCY, frequency), (RUNS, rows)):
+        with run_directory.written_aside(output / name) as file:
+            csv.write_csv(pa.Table.from_pylist(table, pa.schema(_TABLES[name])), file)
     return rows
 
 
-def _why_missing(run: Run, run_dir: Path) -> str | None:
-    """Why a planned run has no row among the runs; None if it has one."""
+def _status(run: Run, run_dir: Path) -> tuple[str, str]:
     if run.missing is not None:
-        return "waits for a tuned learning rate"
-    if (difference := changed(run, run_dir)) is not None:
-        return difference
-    loss = read_summary(run_dir).get("final_val_loss")
-    if loss is None:
-        return "not finished"
-    return None if math.isfinite(loss) else f"diverged: final loss {loss}"
+        return MISSING, "waits for a tuned learning rate"
+    if (difference := recipe_difference(run, run_dir)) is not None:
+        return MISSING, difference
+    if diverged(run, run_dir):
+        return DIVERGED, "no finite loss"
+    return (DONE, "") if finished(run, run_dir) else (MISSING, "not finished")
 
 
-def _row(run_dir: Path) -> Row:
-    recipe = recipes.load(run_dir / run_directory.RECIPE)
-    summary = read_summary(run_dir)
-    metrics = run_directory.read_lines(run_dir / run_directory.METRICS)
-    starts = run_directory.read_lines(run_dir / run_directory.STARTS)
-    count = count_parameters(recipe.model)
-    data = starts[-1]["data"]
+def _plan(run: Run) -> Row:
+    model = run.recipe.model
+    count = count_parameters(model)
     return {
-        "embedding": recipe.model.embedding,
-        "hidden_size": recipe.model.hidden_size,
-        "num_layers": recipe.model.num_layers,
-        "vocab_size": recipe.model.vocab_size,
+        "embedding": model.embedding,
+        "hidden_size": model.hidden_size,
+        "num_layers": model.num_layers,
+        "vocab_size": model.vocab_size,
         "parameters": count.total,
         "embedding_parameters": count.embedding,
         "body_parameters": count.body,
-        "gflops_per_token": flops_per_token(recipe.model, recipe.data.sequence_length).total / 1e9,
-        "lr": recipe.training.lr,
-        "precision": recipe.training.precision,
+        "gflops_per_token": flops_per_token(model, run.recipe.data.sequence_length).total / 1e9,
+        "lr": None if run.missing else run.recipe.training.lr,
+        "precision": run.recipe.training.precision,
+    }
+
+
+def _measured(run_dir: Path) -> Row:
+    summary = read_summary(run_dir)
+    metrics = run_directory.read_lines(run_dir / run_directory.METRICS)
+    starts = run_directory.read_lines(run_dir / run_directory.STARTS)
+    data = starts[-1]["data"]
+    return {
         "tokens": summary["consumed_tokens"],
         "epochs": summary["consumed_tokens"] / sum(each["tokens"] for each in data),
         "val_loss": summary["final_val_loss"],
@@ -128,21 +174,25 @@ def _median_speed(metrics: list[Row], starts: list[Row]) -> float | None:
 
 
 def read_table(output: Path, name: str) -> list[Row]:
-    """The rows of a table that `collect` wrote, [] where there is none. Names and the like are strings."""
-    path = output / name
-    if name == RUNS and not path.is_file():
-        raise UserError(f"{path} is missing; `study.py collect` writes it from the run directories")
-    if not path.is_file():
-        return []
+    """The rows of a table that `collect` wrote. Raises UserError where it is missing or not whole."""
+    path, types = output / name, _TABLES[name]
     # An empty string is written in quotes, a missing value without.
-    options = csv.ConvertOptions(
-        column_types={key: pa.string() for key in _STRINGS},
-        strings_can_be_null=True,
-        quoted_strings_can_be_null=False,
-    )
-    return csv.read_csv(str(path), convert_options=options).to_pylist()
+    options = csv.ConvertOptions(column_types=types, strings_can_be_null=True, quoted_strings_can_be_null=False)
+    try:
+        table = csv.read_csv(str(path), convert_options=options)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; `study.py collect` writes it from the run directories") from None
+    except pa.ArrowInvalid:
+        table = pa.table({})
+    if table.column_names != list(types):
+        raise UserError(f"{path} is cut short or of another version; `study.py collect` writes it anew")
+    return table.to_pylist()
 
 
 def read_embeddings(output: Path) -> list[Row]:
+    """What `collect` wrote of embeddings. Raises UserError where it is missing or not whole."""
     path = output / EMBEDDINGS
-    return json.loads(path.read_text()) if path.is_file() else []
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        raise UserError(f"{path} is missing or cut short; `study.py collect` writes it") from None

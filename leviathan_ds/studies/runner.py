@@ -42,8 +42,8 @@ def run_study(study: Study, folder: Path, pattern: str, say: Say) -> int:
         (run,) = study.runs(tuned_rates(study, folder), name)
         run_dir, log, code = folder / name, folder / f"{name}.log", 0
         trouble = run.missing
-        if trouble is None and (difference := changed(run, run_dir)):
-            trouble = f"{difference}; to train it anew, remove {run_dir}"
+        if trouble is None and (obstacle := obstacle_to(run, run_dir)):
+            trouble = f"{obstacle}; to train it anew, remove {run_dir}"
         if trouble is None:
             try:
                 with reserved(run_dir):
@@ -172,10 +172,21 @@ def finished(run: Run, run_dir: Path) -> bool:
     return (run_dir / MEASURES).is_file() or last in complete
 
 
-def changed(run: Run, run_dir: Path) -> str | None:
-    """Why what was trained here cannot stand for a run: it diverged, or had another recipe. None if it can."""
-    if read_summary(run_dir).get("exit_code") == EXIT_DIVERGED and not finished(run, run_dir):
-        return "diverged"
+def diverged(run: Run, run_dir: Path) -> bool:
+    """Whether a run ended for good without a finite loss."""
+    summary = read_summary(run_dir)
+    if finished(run, run_dir):
+        return not math.isfinite(summary["final_val_loss"])
+    return summary.get("exit_code") == EXIT_DIVERGED
+
+
+def obstacle_to(run: Run, run_dir: Path) -> str | None:
+    """Why what was trained here cannot stand for a run, and cannot become it; None if it can."""
+    return "diverged" if diverged(run, run_dir) else recipe_difference(run, run_dir)
+
+
+def recipe_difference(run: Run, run_dir: Path) -> str | None:
+    """With what other recipe the run directory was trained, if it was."""
     path = run_dir / run_directory.RECIPE
     if not path.is_file():
         return None
@@ -191,20 +202,29 @@ def changed(run: Run, run_dir: Path) -> str | None:
 
 
 def tuned_rates(study: Study, folder: Path) -> LearningRates:
-    """By arm and size, the learning rate of the lowest mean validation loss, once all its runs have ended."""
+    """By arm and size, the learning rate of the lowest mean validation loss, once all its runs have ended.
+
+    One that diverged has lost; where all have, there is none.
+    """
     losses: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     unfinished = set()
     for run in study.runs(pattern="learning_rate/*"):
-        summary = read_summary(folder / run.name)
-        loss = summary.get("final_val_loss") if finished(run, folder / run.name) else None
-        if loss is None and summary.get("exit_code") == EXIT_DIVERGED:
+        run_dir = folder / run.name
+        if recipe_difference(run, run_dir) is None and diverged(run, run_dir):
             loss = math.inf
-        if loss is None:
-            unfinished.add((run.arm, run.size))
+        elif recipe_difference(run, run_dir) is None and finished(run, run_dir):
+            loss = read_summary(run_dir)["final_val_loss"]
         else:
-            losses[run.arm, run.size][run.recipe.training.lr].append(loss if math.isfinite(loss) else math.inf)
-    return {
-        place: min(by_rate, key=lambda rate: sum(by_rate[rate]) / len(by_rate[rate]))
+            unfinished.add((run.arm, run.size))
+            continue
+        losses[run.arm, run.size][run.recipe.training.lr].append(loss)
+    means = {
+        place: {rate: sum(values) / len(values) for rate, values in by_rate.items()}
         for place, by_rate in losses.items()
         if place not in unfinished
+    }
+    return {
+        place: min(by_rate, key=by_rate.__getitem__)
+        for place, by_rate in means.items()
+        if math.isfinite(min(by_rate.values()))
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -24,6 +25,7 @@ from leviathan_ds.scaling import Cluster, predict_step
 ROOT = Path(__file__).parents[2]
 Kind = Literal["learning_rate", "iso_body", "isoparametric", "ablation"]
 KINDS: tuple[Kind, ...] = get_args(Kind)  # in the order in which they run: the tuned rates are the others'
+_NAME = r"[\w.+]+(-[\w.+]+)*"  # of arms, sizes and variants: run directories are called by them
 TOLERANCE = 0.02  # of total parameters, between isoparametric arms
 LearningRates = Mapping[tuple[str, str], float]  # (arm, size) → the tuned rate
 
@@ -113,7 +115,8 @@ class Study:
         if kind != "learning_rate" and "learning_rate" in self.experiments:
             rate = rates.get((arm, self._tuned_size(size)))
             tuned = {} if rate is None else {"training": {"lr": rate}}
-            missing = f"no learning rate of {arm} has been tuned yet" if rate is None else None
+            missing = f"no learning rate of {arm} is tuned: not all tries are done, or all diverged"
+            missing = missing if rate is None else None
         values = merged(self.recipe, self.sizes[size], self.arms[arm], tuned, grid.variants[variant])
         training = values.setdefault("training", {})
         training["seed"] = seed
@@ -209,8 +212,12 @@ def load(path: Path) -> Study:
             raise UserError(f"study {path}: unknown experiment {kind}; known: {', '.join(KINDS)}")
         _known(grid, {each.name for each in fields(Experiment)}, path, f"experiments.{kind}.")
         experiments[kind] = _experiment(kind, grid, sizes, arms, path)
+    _sections(values["recipe"], path, "recipe")
     cluster = values.pop("cluster", {})
     _known(cluster, {each.name for each in fields(Cluster)}, path, "cluster.")
+    for key, value in cluster.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise UserError(f"study {path}: cluster.{key} must be a number above zero, got {value!r}")
     for key in ("tokens", "world_size"):
         _whole_number(values, key, path)
     if "keep_checkpoints" in values:  # of no others: a mistake here would cost checkpoints
@@ -220,7 +227,9 @@ def load(path: Path) -> Study:
     study = Study(
         name=path.stem, sizes=sizes, arms=arms, experiments=experiments, cluster=Cluster(**cluster), **values
     )
-    list(study.runs())  # their recipes are checked, too
+    names = [run.name for run in study.runs()]  # their recipes are checked, too
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"study {path}: two runs would be called {min(twice)}; rename an arm, a size or a variant")
     return study
 
 
@@ -254,14 +263,20 @@ def _by_name(values: Any, path: Path, key: str) -> dict[str, dict[str, Any]]:
     """Name → sections of a recipe; a name with nothing behind it changes nothing."""
     if not isinstance(values, dict) or not values:
         raise UserError(f"study {path}: {key} must be a mapping of names to sections of a recipe, got {values!r}")
-    for name, sections in values.items():
+    for name in values:
         if not isinstance(name, str):
             raise UserError(f"study {path}: YAML reads {name!r} in {key} as no string; put the name in quotes")
-        if sections is not None and not (
-            isinstance(sections, dict) and all(isinstance(section, dict) for section in sections.values())
-        ):
-            raise UserError(f"study {path}: {key}.{name} must be a mapping of sections, got {sections!r}")
-    return {name: sections or {} for name, sections in values.items()}
+        if not re.fullmatch(_NAME, name):
+            raise UserError(
+                f"study {path}: {key} has {name!r}, a part of a folder's name; use letters, digits, any of _ . + -"
+            )
+    return {name: _sections(sections or {}, path, f"{key}.{name}") for name, sections in values.items()}
+
+
+def _sections(values: Any, path: Path, key: str) -> dict[str, Any]:
+    if not isinstance(values, dict) or not all(isinstance(section, dict) for section in values.values()):
+        raise UserError(f"study {path}: {key} must be a mapping of sections of a recipe, got {values!r}")
+    return values
 
 
 def _several(

@@ -87,6 +87,7 @@ def _begin(job: Job) -> None:
     """Describe the start in the run directory, and take the records of steps that are run again out of it."""
     write_run_dir(job)
     record_start(job)
+    run_directory.update_summary(job.run_dir, exit_code=None)  # an earlier start's says nothing of this one
     for name in (run_directory.METRICS, run_directory.FAULTS):
         run_directory.drop_later_lines(job.run_dir / name, job.first_step)
 
