@@ -19,6 +19,7 @@ from leviathan_ds.studies.results import Row
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 STYLES = (
     {"color": "#000000", "marker": "o", "linestyle": "-"},
@@ -326,6 +327,7 @@ def embedding_panels(embeddings: Sequence[Row]) -> Any:
         axes[2].bar(range(1, len(usage) + 1), usage, color="#D55E00", edgecolor="#000000", linewidth=0.5)
         title = f"{shown['arm']}: {generator['knots_used']:.0%} of knots in use"
         axes[2].set(title=title, xlabel="knot", ylabel="share of latent coordinates nearest to it")
+        axes[2].xaxis.set_major_locator(MaxNLocator(integer=True))
         x, y = np.array(generator["map"]).T
         points = axes[3].scatter(x, y, c=np.log10(generator["map_counts"]), s=9, cmap="cividis")
         figure.colorbar(points, ax=axes[3], label="log₁₀ of training count")
