@@ -97,7 +97,7 @@ def train(options) -> int:
 def collect(options) -> int:
     from leviathan_ds.parallel.launch import EXIT_STOPPED, InUse
     from leviathan_ds.studies import results, runner
-    from leviathan_ds.studies.study import load, run_name
+    from leviathan_ds.studies.study import load
 
     study = load(options.study)
     folder, output, failed = options.runs_dir / study.name, options.results / study.name, False
@@ -122,7 +122,7 @@ def collect(options) -> int:
     rows = results.collect(study, folder, output)
     others = [row for row in rows if row["status"] != results.DONE]
     print(f"{output}: {len(rows) - len(others)} of {len(rows)} runs", end="")
-    names = [run_name(*(row[key] for key in ("kind", "arm", "size", "variant", "seed"))) for row in others]
+    names = [results.name_of(row) for row in others]
     more = ", …" if len(names) > 3 else ""
     print(f"; {len(names)} missing: {', '.join(names[:3])}{more}" if names else "")
     return 1 if failed else 0

@@ -14,8 +14,8 @@ from leviathan_ds import run_directory
 from leviathan_ds.accounting import count_parameters
 from leviathan_ds.studies import figures, results
 from leviathan_ds.studies.comparison import NAMES, TIED, UNTIED, Comparison, multiplier, percents, times
-from leviathan_ds.studies.results import Row
-from leviathan_ds.studies.study import Run, Study, gflops_per_token, run_name, tokens_per_s
+from leviathan_ds.studies.results import Row, name_of
+from leviathan_ds.studies.study import Run, Study, gflops_per_token, tokens_per_s
 
 CAPTIONS = {
     "loss": "Final validation loss against total parameters (v1, Figures 3 and 4); grey: dense fits.",
@@ -111,14 +111,10 @@ def _circumstances(comparison: Comparison) -> str:
             f"{sum(row['skipped_steps'] for row in runs)}.\n"
             f"Commits: {all_of('commit')}. Data: {all_of('data')}."
         )
-    measured = {_name(row) for row in comparison.frequency}
-    lines = [[_name(row), row["status"], row["reason"]] for row in planned if row["status"] != results.DONE]
-    lines += [[_name(row), row["status"], "not measured"] for row in runs if _name(row) not in measured]
+    measured = {name_of(row) for row in comparison.frequency}
+    lines = [[name_of(row), row["status"], row["reason"]] for row in planned if row["status"] != results.DONE]
+    lines += [[name_of(row), row["status"], "not measured"] for row in runs if name_of(row) not in measured]
     return text + ("\n\n" + markdown(["run", "status", "why"], lines) if lines else "")
-
-
-def _name(row: Row) -> str:
-    return run_name(*(row[key] for key in ("kind", "arm", "size", "variant", "seed")))
 
 
 def _between(values: Sequence[float], form: str = ",.0f") -> str:

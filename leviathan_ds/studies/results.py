@@ -22,7 +22,7 @@ from leviathan_ds.studies.runner import (
     recipe_difference,
     tuned_rates,
 )
-from leviathan_ds.studies.study import Run, Study
+from leviathan_ds.studies.study import Run, Study, run_name
 
 Row = dict[str, Any]
 RUNS, EVALUATIONS, FREQUENCY, EMBEDDINGS = "runs.csv", "evaluations.csv", "frequency.csv", "embeddings.json"
@@ -112,6 +112,11 @@ def collect(study: Study, folder: Path, output: Path) -> list[Row]:
         with run_directory.written_aside(output / name) as file:
             csv.write_csv(pa.Table.from_pylist(table, pa.schema(_TABLES[name])), file)
     return rows
+
+
+def name_of(row: Row) -> str:
+    """The run's, of a row of any table."""
+    return run_name(*(row[key] for key in _IDENTITY))
 
 
 def _status(run: Run, run_dir: Path) -> tuple[str, str]:

@@ -210,13 +210,11 @@ def tuned_rates(study: Study, folder: Path) -> LearningRates:
     unfinished = set()
     for run in study.runs(pattern="learning_rate/*"):
         run_dir = folder / run.name
-        if recipe_difference(run, run_dir) is None and diverged(run, run_dir):
-            loss = math.inf
-        elif recipe_difference(run, run_dir) is None and finished(run, run_dir):
-            loss = read_summary(run_dir)["final_val_loss"]
-        else:
+        lost = diverged(run, run_dir)
+        if not (lost or finished(run, run_dir)) or recipe_difference(run, run_dir):
             unfinished.add((run.arm, run.size))
             continue
+        loss = math.inf if lost else read_summary(run_dir)["final_val_loss"]
         losses[run.arm, run.size][run.recipe.training.lr].append(loss)
     means = {
         place: {rate: sum(values) / len(values) for rate, values in by_rate.items()}
