@@ -175,24 +175,28 @@ def multipliers(comparison: Comparison) -> Any:
     if not any(kind == "isoparametric" for _, _, kind, _, _ in lines):
         return None
     figure, (axis,) = _panels(1, 6)
-    order, handles = _all_sizes(comparison), []
+    order, handles, intervals = _all_sizes(comparison), [], []
     for line, (number, each, kind, base, found) in enumerate(lines):
         style = {**_pairing(number, base, kind), "linestyle": "", "markersize": 5}
         handles.append(Line2D([], [], **style, label=f"{each.candidate}, {kind}, {base} fit"))
         for size, one in found.items():
             place = order.index(size) + 0.08 * (line - (len(lines) - 1) / 2)
-            low, high = one.interval
             alpha = 1.0 if one.supported else 0.35
-            if math.isfinite(high):
-                axis.vlines(place, low, high, color=style["color"], linewidth=1.2, alpha=alpha)
+            intervals.append((place, *one.interval, style["color"], alpha))
             if math.isfinite(one.multiplier):
                 axis.plot(place, one.multiplier, **style, alpha=alpha)
             else:
                 axis.annotate("∞", (place, 0.95), xycoords=("data", "axes fraction"), color=style["color"])
     axis.axhspan(1.47, 2.11, **_BAND)
     axis.axhline(1, color="#000000", linewidth=0.8)
+    numbers = [each for *_, found in lines for one in found.values() for each in (one.multiplier, *one.interval)]
+    finite = [1.0, 2.11, *filter(math.isfinite, numbers)]
+    bottom, top = 0.8 * min(finite), 1.2 * max(finite)
+    for place, low, high, color, alpha in intervals:  # one without an upper end goes to the edge
+        axis.vlines(place, low, min(high, top), color=color, linewidth=1.2, alpha=alpha)
     axis.set_xticks(range(len(order)), order)
     axis.set(xlabel="size (band: v1's 1.47 to 2.11)", ylabel="dense-equivalent over own parameters", yscale="log")
+    axis.set_ylim(bottom, top)
     axis.legend(handles=handles, fontsize=7)
     return figure
 
