@@ -13,7 +13,7 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Says nothing of a default where there is none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, []) else super()._get_help_string(action)
+        return action.help if action.default in (None, [], ()) else super()._get_help_string(action)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -44,7 +44,8 @@ def build_parser() -> CommandParser:
         added.add_argument(
             "--results", type=Path, default=Path("docs/results"), help="folder of tables and figures"
         )
-    command("measure", "Measure the embeddings of a finished run.").add_argument("run_dir", type=Path)
+    measuring = command("measure", "Measure a finished run: losses by frequency, embeddings.")
+    measuring.add_argument("run_dir", type=Path)
     return parser
 
 
@@ -109,7 +110,7 @@ def collect(options) -> int:
             continue
         try:
             with runner.reserved(run_dir):
-                code = runner.measure_run(each, run_dir)
+                code = runner.measure_run(run_dir)
         except InUse:
             print(f"{each.name}: is being measured by another process")
             continue
@@ -143,22 +144,13 @@ def theorem(options) -> None:
 
 
 def measure(options) -> None:
-    import json
-
-    from leviathan_ds import run_directory
     from leviathan_ds.parallel import launch
 
     launch.share_cores_politely()
     launch.quiet_libraries()
-    from leviathan_ds.parallel import topology
-    from leviathan_ds.studies.measure import measure
-    from leviathan_ds.studies.runner import MEASURES
-    from leviathan_ds.trained_model import find_trained_model
+    from leviathan_ds.studies import measure
 
-    trained = find_trained_model(options.run_dir)
-    topology.initialize(1)
-    run_directory.write_text(options.run_dir / MEASURES, json.dumps(measure(trained)) + "\n")
-    topology.shutdown()
+    measure.write(options.run_dir)
 
 
 COMMANDS = {

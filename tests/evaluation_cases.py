@@ -37,10 +37,9 @@ def answers(layout: Layout, run: Path, batch_size: int, asked: dict[str, list[tu
 
 def evaluated(layout: Layout, arguments: list[str]) -> dict[str, Any]:
     """The figures of launchers/evaluate.py in a world that lives on."""
-    from launchers.evaluate import build_parser
+    from launchers.evaluate import parse
     from leviathan_ds.export.evaluate import Evaluation
 
-    options = build_parser().parse_args(arguments)
-    evaluation = Evaluation.prepare(options)
+    evaluation = Evaluation.prepare(parse(arguments))
     topology.initialize(layout.tp)
     return evaluation.run()

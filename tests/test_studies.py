@@ -32,7 +32,7 @@ from leviathan_ds.studies import figures, measure, results, runner, theorem
 from leviathan_ds.studies.comparison import Comparison
 from leviathan_ds.studies.fits import PowerLaw, equivalent, fit_dense, fit_power_law, tokens_to_reach
 from leviathan_ds.studies.report import CAPTIONS
-from leviathan_ds.studies.runner import EVALUATION, MEASURES
+from leviathan_ds.studies.runner import MEASURES
 from leviathan_ds.studies.study import Run, layers_for, load
 from tests.study_runs import STUDY, finish, finish_all, write_study
 
@@ -558,13 +558,11 @@ def test_a_stopped_run_stops_the_study(iso_body, monkeypatch):
     assert len(said) == 2
 
 
-@pytest.mark.parametrize("product", [EVALUATION, MEASURES])
-def test_a_stop_while_a_run_is_measured_stops_the_study(iso_body, tmp_path, monkeypatch, capsys, product):
+def test_a_stop_while_a_run_is_measured_stops_the_study(iso_body, tmp_path, monkeypatch, capsys):
     study = iso_body[0]
     run = next(study.runs())
     finish(run, tmp_path / study.name / run.name, 3.0)
-    for name in (product, MEASURES):
-        (tmp_path / study.name / run.name / name).unlink(missing_ok=True)
+    (tmp_path / study.name / run.name / MEASURES).unlink()
     monkeypatch.setattr(runner, "finished", lambda run, run_dir: (run_dir / run_directory.SUMMARY).is_file())
     started = []
     monkeypatch.setattr(runner, "execute", lambda command, log: started.append(command) or EXIT_STOPPED)

@@ -36,6 +36,7 @@ from leviathan_ds.evaluation.scores import (
     trainer_losses,
     validation_batches,
 )
+from leviathan_ds.export.evaluation_options import EvaluationOptions
 from leviathan_ds.export.held_out import HeldOut, check_tokenizer, data_of, held_out
 from leviathan_ds.export.loaded import Export, export_losses, find_model
 from leviathan_ds.parallel import topology
@@ -50,14 +51,14 @@ Scores = Mapping[str, Sequence[Score]]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A checked command line: models, data and tasks that exist and fit each other."""
+    """Checked options: models, data and tasks that exist and fit each other."""
 
     models: list[TrainedModel | Export]
     data: HeldOut | None
-    options: Any  # of launchers/evaluate.py
+    options: EvaluationOptions
 
     @staticmethod
-    def prepare(options: Any) -> Evaluation:
+    def prepare(options: EvaluationOptions) -> Evaluation:
         """Look at everything before any model is built. Raises UserError; no process group may exist yet."""
         if not options.data and not options.tasks:
             raise UserError("name what to evaluate on: --data PREFIX, --tasks a,b or both")
@@ -151,7 +152,7 @@ def _check_ranks(models: Sequence[TrainedModel | Export], tensor_parallel: int) 
             raise UserError(f"{model.folder} is an export, which one rank holds whole: tensor parallelism 1 only")
 
 
-def _data(models: Sequence[TrainedModel | Export], options: Any) -> HeldOut:
+def _data(models: Sequence[TrainedModel | Export], options: EvaluationOptions) -> HeldOut:
     if options.config is not None:
         recipe = recipes.load(options.config).data
     else:

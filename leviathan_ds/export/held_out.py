@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from megatron.core.datasets.utils import Split
@@ -17,10 +17,10 @@ from leviathan_ds.config import DataConfig
 from leviathan_ds.data.dataset import CheckedData, check_data
 from leviathan_ds.data.index import Documents, Part, open_part, shares
 from leviathan_ds.evaluation.frequency import deciles, training_frequencies
+from leviathan_ds.export.evaluation_options import SplitName
 from leviathan_ds.export.loaded import Export
 from leviathan_ds.export.tokenizer import encodes_alike
 
-SplitName = Literal["validation", "test", "train", "all"]
 _SIDES: dict[str, Documents] = {"validation": "held_out", "train": "training", "all": "all"}
 _BLEND_SUFFIXES = (".yaml", ".yml")
 

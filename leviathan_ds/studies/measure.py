@@ -1,11 +1,13 @@
-"""What a trained model's input embeddings look like: a generator beside a learned table, from a checkpoint.
+"""What a study measures of a run's last checkpoint: losses by frequency, and what its input embeddings look like.
 
 n sampled ids, V vocabulary, D hidden size, h heads, d seed size, κ knots, k coordinates, b base.
 """
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,17 @@ from jaxtyping import Float, Int
 from megatron.core.datasets.utils import Split
 from torch import Tensor
 
+from leviathan_ds import run_directory
 from leviathan_ds.config import Recipe, integer_root
 from leviathan_ds.data.dataset import check_data, num_train_samples
 from leviathan_ds.data.index import open_blend
+from leviathan_ds.export.evaluate import Evaluation
+from leviathan_ds.export.evaluation_options import EvaluationOptions
 from leviathan_ds.model.embedding import GeneratorEmbedding
 from leviathan_ds.model.generator import SplineGenerator
-from leviathan_ds.trained_model import TrainedModel
+from leviathan_ds.parallel import topology
+from leviathan_ds.studies.runner import EVALUATION, MEASURES
+from leviathan_ds.trained_model import TrainedModel, find_trained_model
 from leviathan_ds.training import generator_health
 
 WORDS = ("the", "function", "three", "London", "return", "small", "Monday", "water")
@@ -29,8 +36,36 @@ _COUNTED_SAMPLES = 2**17  # more would only find ids again
 _SEED = 0
 
 
-def measure(trained: TrainedModel) -> dict[str, Any]:
-    """All measures, plain JSON values. Needs `topology.initialize(1)`."""
+def write(run_dir: Path) -> None:
+    """EVALUATION and MEASURES of a run, each where it is missing. Starts a world of one rank.
+
+    Raises UserError where there is no good checkpoint or no data.
+    """
+    trained = find_trained_model(run_dir)
+    evaluation = None
+    if not (run_dir / EVALUATION).is_file():
+        evaluation = Evaluation.prepare(_validation_of(trained, run_dir / EVALUATION))
+    topology.initialize(1)
+    if evaluation is not None:
+        evaluation.publish(evaluation.run())
+    run_directory.write_text(run_dir / MEASURES, json.dumps(embeddings(trained)) + "\n")  # last: it means done
+    topology.shutdown()
+
+
+def _validation_of(trained: TrainedModel, file: Path) -> EvaluationOptions:
+    """The samples that the run's own validation took."""
+    data = trained.recipe.data
+    return EvaluationOptions(
+        checkpoint=trained.checkpoint,
+        data=data.validation_prefixes or ((data.blend,) if data.blend else data.prefixes),
+        split="all" if data.validation_prefixes else "validation",
+        samples=trained.recipe.run.eval_samples,
+        json=file,
+    )
+
+
+def embeddings(trained: TrainedModel) -> dict[str, Any]:
+    """What MEASURES holds, plain JSON values. Needs `topology.initialize(1)`."""
     embedding = trained.build().embedding
     vocab_size = trained.recipe.model.vocabulary
     counts = training_counts(trained.recipe)

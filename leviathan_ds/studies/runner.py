@@ -22,7 +22,7 @@ from leviathan_ds import run_directory
 from leviathan_ds.parallel.launch import EXIT_DIVERGED, EXIT_STOPPED, InUse, claimed
 from leviathan_ds.studies.study import ROOT, LearningRates, Run, Study
 
-# In a run directory, of its last checkpoint: losses by frequency of launchers/evaluate.py, and studies/measure.py.
+# In a run directory, of its last checkpoint: losses by frequency as of launchers/evaluate.py, and its embeddings.
 EVALUATION, MEASURES = "evaluation.json", "measures.json"
 Say = Callable[[str], None]
 
@@ -53,7 +53,7 @@ def run_study(study: Study, folder: Path, pattern: str, say: Say) -> int:
                         code = execute(pretrain_command(study, run, folder), log)
                         trouble = f"ended with code {code}, see {log}" if code else None
                     if not code:
-                        code = measure_run(run, run_dir)
+                        code = measure_run(run_dir)
                         trouble = f"could not be measured, see {log}" if code else None
                     if not code and run.kind not in study.keep_checkpoints:
                         shutil.rmtree(run_dir / run_directory.CHECKPOINTS, ignore_errors=True)
@@ -96,19 +96,12 @@ def pretrain_options(study: Study, run: Run, folder: Path) -> list[str]:
     return ["--ds_config", study.ds_config, "--config", str(path), "--run_dir", str(folder / run.name)]
 
 
-def measure_run(run: Run, run_dir: Path) -> int:
-    """Evaluate and measure a run's last checkpoint where that is not done; 0, or the exit code of what failed."""
-    launchers, log = ROOT / "launchers", run_dir.with_name(f"{run_dir.name}.log")
-    data = run.recipe.data
-    held_out = data.validation_prefixes or ((data.blend,) if data.blend else data.prefixes)
-    evaluate = [str(launchers / "evaluate.py"), "--checkpoint", str(run_dir), "--data", *held_out]
-    evaluate += ["--split", "all"] if data.validation_prefixes else []
-    evaluate += ["--samples", str(run.recipe.run.eval_samples), "--json", str(run_dir / EVALUATION)]
-    measure = [str(launchers / "study.py"), "measure", str(run_dir)]
-    for product, arguments in ((EVALUATION, evaluate), (MEASURES, measure)):  # MEASURES last: it means done
-        if not (run_dir / product).is_file() and (code := execute([sys.executable, *arguments], log)):
-            return code
-    return 0
+def measure_run(run_dir: Path) -> int:
+    """Measure a run's last checkpoint where that is not done; 0, or the exit code of what failed."""
+    if (run_dir / MEASURES).is_file():
+        return 0
+    command = [sys.executable, str(ROOT / "launchers" / "study.py"), "measure", str(run_dir)]
+    return execute(command, run_dir.with_name(f"{run_dir.name}.log"))
 
 
 def slurm_script(study: Study, runs: list[Run], folder: Path) -> str:
