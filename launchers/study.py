@@ -76,7 +76,10 @@ def plan(options) -> None:
     study = load(options.study)
     folder = options.runs_dir / study.name
     runs = list(study.runs(runner.tuned_rates(study, folder), options.only))
-    Console().print(report.plan_table(study, runs))
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160  # a log has no edge
+    console.print(report.plan_table(study, runs))
     if options.slurm is not None:
         due = [each for each in runs if not runner.finished(each, folder / each.name)]
         able = [each for each in due if runner.obstacle_to(each, folder / each.name) is None]

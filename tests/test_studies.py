@@ -135,10 +135,31 @@ def test_the_papers_studies_are_the_recipes():
             assert set(differing) <= {"training.seed", "run.keep_checkpoints"}
 
 
-def test_the_ablation_is_of_the_arm_that_was_compared():
-    (tuned,) = load(ROOT / "studies" / "iso_body_32k.yaml").runs(pattern="learning_rate/leviathan-d64-lr8e-3-*")
-    (unchanged,) = load(ROOT / "studies" / "ablation_32k.yaml").runs(pattern="*-as_in_iso_body-s1")
-    assert recipes.differences(tuned.recipe, unchanged.recipe) == {}
+@pytest.mark.parametrize(
+    "name, run, compared, differing",
+    [
+        ("ablation_32k", "*-as_in_iso_body-s1", "learning_rate/leviathan-d64-lr8e-3-s1", {}),
+        ("table_rate_32k", "*-lr4e-3-*", "learning_rate/dense_untied-d64-lr4e-3-s1", {"training.table_lr_scale"}),
+        ("rate_at_d128_32k", "*/leviathan-d128-lr8e-3-*", "iso_body/leviathan-d128-s1", {"training.train_steps"}),
+        (
+            "rate_at_d128_32k",
+            "*/dense_tied-d128-lr4e-3-*",
+            "iso_body/dense_tied-d128-s1",
+            {"training.train_steps"},
+        ),
+        (
+            "isoparametric_rate_32k",
+            "*-d128-*",
+            "isoparametric/leviathan-d128-s1",
+            {"training.lr", "training.min_lr"},
+        ),
+    ],
+)
+def test_what_is_held_against_the_study_is_its_run_but_for_one_thing(name, run, compared, differing):
+    rates = {("leviathan", "d64"): 8e-3, ("dense_tied", "d64"): 4e-3}
+    (theirs,) = load(ROOT / "studies" / "iso_body_32k.yaml").runs(rates, compared)
+    (ours,) = load(ROOT / "studies" / f"{name}.yaml").runs(pattern=run)
+    assert set(recipes.differences(theirs.recipe, ours.recipe)) == set(differing)
 
 
 @pytest.mark.parametrize(

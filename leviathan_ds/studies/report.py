@@ -254,9 +254,8 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
 def plan_table(study: Study, runs: Sequence[Run]) -> Table:
     """The runs with their sizes, budgets and predicted time on the study's cluster."""
     nodes = study.world_size / study.cluster.gpus_per_node
-    table = Table(
-        "run", title=f"{study.name}: {len(runs)} runs", caption=f"predicted, on {study.world_size} ranks"
-    )
+    table = Table(title=f"{study.name}: {len(runs)} runs", caption=f"predicted, on {study.world_size} ranks")
+    table.add_column("run", overflow="fold")  # a name that is cut short names no run
     for name in ("parameters", "layers", "GFLOPs/token", "tokens", "lr", "tokens/s", "hours", "node hours"):
         table.add_column(name, justify="right")
     total = 0.0
