@@ -147,6 +147,7 @@ def test_the_papers_studies_are_the_recipes():
             "iso_body/dense_tied-d128-s1",
             {"training.train_steps"},
         ),
+        ("generator_rate_32k", "*-d64-s1", "iso_body/leviathan-d64-s1", {"training.generator_lr_scale"}),
         (
             "isoparametric_rate_32k",
             "*-d128-*",
