@@ -8,7 +8,7 @@ EXTRAS = {
     "eval": ["lm-eval>=0.4.9", "accelerate>=1.0"],
     "interop": ["ctranslate2>=4.5", "onnxruntime>=1.20", "onnx>=1.17", "onnxscript>=0.5"],
 }
-DEVELOPMENT = ["pytest>=8", "pytest-timeout", "beartype", "ruff", "pyright", "import-linter"]
+DEVELOPMENT = ["pytest>=8", "pytest-timeout", "pytest-xdist", "beartype", "ruff", "pyright", "import-linter"]
 
 setup(
     name="leviathan_ds",
