@@ -18,7 +18,7 @@ $(STAMP): setup.py constraints.txt
 demo: setup
 	$(BIN)/python launchers/demo.py
 
-# Two processes, a test file whole in one of them: half of the time of most tests is the start of programs, on one core.
+# Two processes, a test file whole in one of them: many tests start programs, which takes one core.
 test: setup check
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 

@@ -1,5 +1,6 @@
-"""YAML that people write: a mapping whose keys stand once each."""
+"""YAML that people write: a mapping whose keys stand once each, numbers as 1e-3."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 reads 1e-3 as a string, for want of the point in 1.0e-3.
+_UniqueKeyLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def load_yaml(path: Path) -> Any:

@@ -34,11 +34,19 @@ def build_parser() -> CommandParser:
         added = of_study(name, description)
         added.add_argument("--only", default="*", help="runs whose names match, as 'iso_body/*' or '*-s1'")
     commands.choices["plan"].add_argument(
-        "--slurm", type=Path, default=None, help="write a script that submits them"
+        "--slurm",
+        type=Path,
+        default=None,
+        help="write a script that submits them, and their recipes below RUNS_DIR",
     )
     collecting = of_study("collect", "Measure what is not measured and write the tables of a study.")
     reporting = of_study("report", "Draw the figures of studies from their tables and write the page.", nargs="+")
-    reporting.add_argument("--page", type=Path, default=Path("docs/results.md"), help="the page to write")
+    reporting.add_argument(
+        "--page",
+        type=Path,
+        default=Path("docs/results.md"),
+        help="the page to write, this project's own by default",
+    )
     demonstrating = command("theorem", "Approximate smooth functions by sums of products of B-splines.")
     for added in (collecting, reporting, demonstrating):
         added.add_argument(
@@ -75,7 +83,7 @@ def plan(options) -> None:
 
     study = load(options.study)
     folder = options.runs_dir / study.name
-    runs = list(study.runs(runner.tuned_rates(study, folder), options.only))
+    runs = study.matching(options.only, runner.tuned_rates(study, folder))
     console = Console()
     if not console.is_terminal:
         console.width = 160  # a log has no edge
@@ -107,7 +115,7 @@ def collect(options) -> int:
     folder, output, failed = options.runs_dir / study.name, options.results / study.name, False
     for each in study.runs(runner.tuned_rates(study, folder)):  # trained elsewhere, as by a cluster's jobs
         run_dir = folder / each.name
-        if (run_dir / runner.MEASURES).is_file() or each.missing:
+        if runner.measured(run_dir) or each.missing:
             continue
         if not runner.finished(each, run_dir) or runner.obstacle_to(each, run_dir):
             continue

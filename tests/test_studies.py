@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from data_prep.errors import UserError
 from data_prep.indexed import IndexedReader
@@ -32,7 +34,7 @@ from leviathan_ds.studies import figures, measure, results, runner, theorem
 from leviathan_ds.studies.comparison import Comparison
 from leviathan_ds.studies.fits import PowerLaw, equivalent, fit_dense, fit_power_law, tokens_to_reach
 from leviathan_ds.studies.report import CAPTIONS
-from leviathan_ds.studies.runner import MEASURES
+from leviathan_ds.studies.runner import EVALUATION, MEASURES
 from leviathan_ds.studies.study import Run, layers_for, load
 from tests.study_runs import STUDY, finish, finish_all, write_study
 
@@ -126,6 +128,37 @@ def test_the_documented_node_hours_are_current(name):
         assert f"{row} ({deep.recipe.model.num_layers}) |" in documented
 
 
+def test_every_loss_that_the_documents_quote_is_in_the_tables_of_its_study():
+    def measured(name: str) -> set[str]:
+        rows = results.read_table(ROOT / "docs" / "results" / name, results.RUNS)
+        return {f"{row['val_loss']:.3f}" for row in rows if row["status"] == results.DONE}
+
+    quoted = 0
+    for line in (ROOT / "docs" / "studies.md").read_text().splitlines():
+        if row := re.match(r"\| `(\w+_32k)` \|", line):
+            losses = re.findall(r"\b\d\.\d{3}\b", line)
+            assert set(losses) <= measured(row[1]) | measured("iso_body_32k"), row[1]
+            quoted += len(losses)
+    assert quoted > 20
+
+
+def test_a_plan_names_every_run_whole(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    path = ROOT / "studies" / "isoparametric_rate_32k.yaml"
+    assert launcher.main(["plan", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert all(run.name in printed for run in load(path).runs())
+    assert launcher.main(["plan", str(path), "--only", "x*"]) == 2
+    assert "no run of isoparametric_rate_32k matches 'x*'" in capsys.readouterr().err
+
+
+def test_a_rate_may_be_written_without_a_point(tmp_path):
+    path = tmp_path / "planted.yaml"
+    path.write_text(yaml.safe_dump(STUDY).replace("lr: 0.001", "lr: 1e-3"))
+    assert "1e-3" in path.read_text()
+    assert [run.recipe.training.lr for run in load(path).runs(pattern="*-lr0.001-*")] == [1e-3] * 3
+
+
 def test_the_papers_studies_are_the_recipes():
     runs = {run.name: run for run in load(ROOT / "studies" / "paper_v2.yaml").runs()}
     for size in ("200m", "400m", "1200m"):
@@ -137,31 +170,30 @@ def test_the_papers_studies_are_the_recipes():
 
 
 @pytest.mark.parametrize(
-    "name, run, compared, differing",
+    "name, counterpart, differing",
     [
-        ("ablation_32k", "*-as_in_iso_body-s1", "learning_rate/leviathan-d64-lr8e-3-s1", {}),
-        ("table_rate_32k", "*-lr4e-3-*", "learning_rate/dense_untied-d64-lr4e-3-s1", {"training.table_lr_scale"}),
-        ("rate_at_d128_32k", "*/leviathan-d128-lr8e-3-*", "iso_body/leviathan-d128-s1", {"training.train_steps"}),
-        (
-            "rate_at_d128_32k",
-            "*/dense_tied-d128-lr4e-3-*",
-            "iso_body/dense_tied-d128-s1",
-            {"training.train_steps"},
-        ),
-        ("generator_rate_32k", "*-d64-s1", "iso_body/leviathan-d64-s1", {"training.generator_lr_scale"}),
-        (
-            "isoparametric_rate_32k",
-            "*-d128-*",
-            "isoparametric/leviathan-d128-s1",
-            {"training.lr", "training.min_lr"},
-        ),
+        ("ablation_32k", "learning_rate/leviathan-d64-lr8e-3-s1", {}),
+        ("generator_rate_32k", "{name}", {"training.generator_lr_scale": (0.3, 0.1)}),
+        ("table_rate_32k", "{name}", {"training.table_lr_scale": (1.0, 0.3)}),
+        ("rate_at_d128_32k", "iso_body/{arm}-{size}-s1", {"training.train_steps": (550, 275)}),
+        ("isoparametric_rate_32k", "{name}", {"training.lr": (8e-3, 4e-3), "training.min_lr": (8e-4, 4e-4)}),
     ],
 )
-def test_what_is_held_against_the_study_is_its_run_but_for_one_thing(name, run, compared, differing):
-    rates = {("leviathan", "d64"): 8e-3, ("dense_tied", "d64"): 4e-3}
-    (theirs,) = load(ROOT / "studies" / "iso_body_32k.yaml").runs(rates, compared)
-    (ours,) = load(ROOT / "studies" / f"{name}.yaml").runs(pattern=run)
-    assert set(recipes.differences(theirs.recipe, ours.recipe)) == set(differing)
+def test_the_smaller_studies_change_one_thing_of_the_large_one(name, counterpart, differing):
+    large = load(ROOT / "studies" / "iso_body_32k.yaml")
+    for ours in load(ROOT / "studies" / f"{name}.yaml").runs():
+        rates = {(ours.arm, "d64"): 8e-3 if ours.arm == "leviathan" else 4e-3}
+        (theirs,) = large.runs(rates, counterpart.format(name=ours.name, arm=ours.arm, size=ours.size))
+        found = recipes.differences(theirs.recipe, ours.recipe)
+        if name == "ablation_32k":
+            seed = found.pop("training.seed", None)
+            assert found or (ours.variant == "as_in_iso_body" and seed in (None, (1, 2)))
+            if ours.variant != "as_in_iso_body":
+                continue  # each of them a change
+        if ours.kind == "learning_rate":  # the rates tried are the change
+            for key in ("training.lr", "training.min_lr"):
+                found.pop(key, None)
+        assert found == differing, ours.name
 
 
 @pytest.mark.parametrize(
@@ -353,7 +385,7 @@ def test_a_planted_gain_is_found(tmp_path):
     # A power law in N: the smaller the model, the more is to be gained from three times its parameters.
     assert verdicts[GROWS] == "fails (0 of 2 seeds)"
     # The smallest and the largest are as large as the dense runs' ends: there only one outcome could be seen.
-    assert verdicts[LARGER] == "holds (2 of 4 sizes, which the fit supports)"
+    assert verdicts[LARGER] == "holds at d64, d96; the fit does not support d32, d128"
     assert "**holds (8 of 8 pairs)**" in page
     assert page.count("![") == 8
     for name in ("loss", "gain", "multiplier", "curves", "frequency", "learning_rate", "ablation", "embeddings"):
@@ -368,7 +400,7 @@ def test_a_planted_loss_is_told_plainly(tmp_path, monkeypatch):
     by_claim = {each.claim: each for each in comparison.verdicts()}
     for claim in (AGAINST_TIED, AGAINST_UNTIED, EQUAL, SOONER):
         assert by_claim[claim].verdict == "fails (0 of 8 pairs)", claim
-    assert by_claim[LARGER].verdict == "fails (2 of 4 sizes, which the fit supports)"
+    assert by_claim[LARGER].verdict == "fails at d64, d96; the fit does not support d32, d128"
     assert "not reached" in page
     assert "**fails (0 of 8 pairs)**" in page
     # The rates that won the tuning are those of all other runs; the edge cases of the tables survive the CSV.
@@ -408,8 +440,8 @@ def gaining(tmp_path_factory) -> Path:
         ("iso_body/leviathan-*", {AGAINST_TIED: "fails (0 of 8 pairs)", SOONER: "fails (0 of 8 pairs)"}),
         ("iso_body/leviathan-d128-*", {GROWS: "fails (0 of 2 seeds)", AGAINST_TIED: "undecided (6 of 8 pairs)"}),
         ("isoparametric/*", {EQUAL: "fails (0 of 8 pairs)"}),
-        ("isoparametric/*-s2", {EQUAL: "undecided (4 of 8 pairs)", LARGER: "undecided (2 of 4 sizes,"}),
-        ("isoparametric/*-d32-*", {LARGER: "undecided (2 of 4 sizes,"}),
+        ("isoparametric/*-s2", {EQUAL: "undecided (4 of 8 pairs)", LARGER: "undecided at d64, d96;"}),
+        ("isoparametric/*-d32-*", {LARGER: "undecided at d64, d96;"}),
     ],
 )
 def test_what_diverged_is_in_no_verdict_a_gain(gaining, tmp_path, pattern, verdict):
@@ -485,7 +517,7 @@ def test_tables_that_are_not_whole_are_refused_and_none_is_left_of_before(gainin
     output = tmp_path / "planted"
     results.collect(study, folder, output)
     assert results.read_table(output, results.FREQUENCY)
-    monkeypatch.setattr(results, "MEASURES", "not-measured-any-more.json")
+    monkeypatch.setattr(results, "measured", lambda run_dir: False)
     results.collect(study, folder, output)
     assert results.read_table(output, results.FREQUENCY) == []
     whole = (output / results.RUNS).read_text()
@@ -815,6 +847,37 @@ def _identity(row: results.Row) -> tuple:
 
 def _logs(folder: Path) -> str:
     return "\n".join(path.read_text()[-3000:] for path in folder.rglob("*.log"))
+
+
+@pytest.mark.parametrize(
+    "data, prefixes, split",
+    [
+        ({"prefixes": ["a", "b"]}, ("a", "b"), "validation"),
+        ({"blend": "mix.yaml"}, ("mix.yaml",), "validation"),
+        ({"prefixes": ["a"], "validation_prefixes": ["v"]}, ("v",), "all"),
+    ],
+)
+def test_a_run_is_evaluated_on_the_samples_of_its_validation(tmp_path, data, prefixes, split):
+    recipe = recipes.from_values({"data": data, "run": {"eval_samples": 7}}, "x")
+    trained = SimpleNamespace(recipe=recipe, checkpoint=tmp_path)
+    options = measure.validation_of(trained, tmp_path / "e.json")  # pyright: ignore[reportArgumentType]
+    assert (tuple(options.data), options.split, options.samples) == (prefixes, split, 7)
+
+
+@pytest.mark.parametrize("there", [EVALUATION, MEASURES])
+def test_only_what_is_missing_is_measured(tmp_path, monkeypatch, there):
+    """MEASURES last: a run that is measured to half is not taken for whole."""
+    done = []
+    trained = SimpleNamespace(recipe=recipes.from_values({"data": {"prefixes": ["a"]}}, "x"), checkpoint=tmp_path)
+    monkeypatch.setattr(measure, "find_trained_model", lambda run_dir: trained)
+    evaluation = SimpleNamespace(run=lambda: done.append(EVALUATION), publish=lambda result: None)
+    monkeypatch.setattr(measure, "Evaluation", SimpleNamespace(prepare=lambda options: evaluation))
+    monkeypatch.setattr(measure, "embeddings", lambda trained: done.append(MEASURES))
+    monkeypatch.setattr(measure, "topology", SimpleNamespace(initialize=lambda size: None, shutdown=lambda: None))
+    (tmp_path / there).write_text("{}")
+    assert not runner.measured(tmp_path)
+    measure.write(tmp_path)
+    assert done == [each for each in (EVALUATION, MEASURES) if each != there]
 
 
 # ---- measures of embeddings ----

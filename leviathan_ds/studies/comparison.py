@@ -235,7 +235,9 @@ class Comparison:
             fails = [each.interval[1] < 1 for each in supported.values()]
             none_lost = lost <= found.keys()  # a size of which no run is left has no interval
             verdict = "holds" if all(holds) and none_lost else "fails" if all(fails) else "undecided"
-            verdict += f" ({len(supported)} of {len(sizes)} sizes, which the fit supports)"
+            verdict += f" at {', '.join(supported)}"
+            beyond = [size for size in sizes if size not in supported]
+            verdict += f"; the fit does not support {', '.join(beyond)}" if beyond else ""
         claim = f"Equal parameters: acts like a larger dense model (fit of {NAMES[base]})"
         here = "; ".join(f"{size} {multiplier(each)}" for size, each in found.items())
         yield Verdict(claim, "1.47 to 2.11 times (v1)", here or "no number", verdict)

@@ -44,15 +44,16 @@ def write(run_dir: Path) -> None:
     trained = find_trained_model(run_dir)
     evaluation = None
     if not (run_dir / EVALUATION).is_file():
-        evaluation = Evaluation.prepare(_validation_of(trained, run_dir / EVALUATION))
+        evaluation = Evaluation.prepare(validation_of(trained, run_dir / EVALUATION))
     topology.initialize(1)
     if evaluation is not None:
         evaluation.publish(evaluation.run())
-    run_directory.write_text(run_dir / MEASURES, json.dumps(embeddings(trained)) + "\n")  # last: it means done
+    if not (run_dir / MEASURES).is_file():
+        run_directory.write_text(run_dir / MEASURES, json.dumps(embeddings(trained)) + "\n")
     topology.shutdown()
 
 
-def _validation_of(trained: TrainedModel, file: Path) -> EvaluationOptions:
+def validation_of(trained: TrainedModel, file: Path) -> EvaluationOptions:
     """The samples that the run's own validation took."""
     data = trained.recipe.data
     return EvaluationOptions(

@@ -33,7 +33,9 @@ _HEADER = """# Results
 Written by `python launchers/study.py report`; edit nothing here. What each figure means and how a verdict is
 reached is in [studies.md](studies.md). Values are means over seeds, in brackets their range. A claim *holds* if it
 does in every pair of runs of equal size and seed, *fails* if in none, and is *undecided* otherwise; that of an
-equivalent size goes by the 95% intervals of the fit. At the sizes and budgets below, and no others.
+equivalent size goes by the 95% intervals of the fit. At the sizes and budgets below, and no others. What holds is
+a claim's direction; how near its size comes to the paper's, the two columns beside it say. Bars in the figures are
+ranges over seeds, and 95% intervals of the fit where they stand for a size.
 """
 
 
@@ -46,12 +48,12 @@ def write(studies: Sequence[Study], root: Path, page: Path) -> None:
         embeddings = results.read_embeddings(folder)
         names = figures.draw(comparison, embeddings, folder)
         link = Path(os.path.relpath(folder, page.parent))
-        sections += [f"## {study.name}", *_section(comparison, embeddings, names, link)]
+        sections += [f"## {study.name}", study.note, *_section(comparison, embeddings, names, link)]
     if (root / THEOREM / "theorem.md").is_file():
         link = Path(os.path.relpath(root / THEOREM, page.parent)) / "theorem.png"
         text = (root / THEOREM / "theorem.md").read_text()
         sections += ["## Theorem 1.1", f"![Error against modes]({link})", text]
-    run_directory.write_text(page, "\n\n".join(section.strip() for section in sections) + "\n")
+    run_directory.write_text(page, "\n\n".join(section.strip() for section in sections if section) + "\n")
 
 
 THEOREM = "theorem"
@@ -104,12 +106,13 @@ def _circumstances(comparison: Comparison) -> str:
     runs, planned = comparison.runs, comparison.planned
     text = f"{len(runs)} of {len(planned)} runs"
     if runs:
+        commits = {each for row in runs for each in str(row["commit"]).split(", ")}  # of all starts
         tokens, epochs = [row["tokens"] for row in runs], [row["epochs"] for row in runs]
         text += (
             f", {_between(tokens)} tokens each ({_between(epochs, '.3g')} epochs), vocabulary "
             f"{all_of('vocab_size')}, {all_of('precision')}, on {all_of('device')}; skipped steps: "
             f"{sum(row['skipped_steps'] for row in runs)}.\n"
-            f"Commits: {all_of('commit')}. Data: {all_of('data')}."
+            f"Commits: {', '.join(f'`{each}`' for each in sorted(commits))}. Data: {all_of('data')}."
         )
     measured = {name_of(row) for row in comparison.frequency}
     lines = [[name_of(row), row["status"], row["reason"]] for row in planned if row["status"] != results.DONE]
@@ -204,7 +207,10 @@ def _frequency_table(comparison: Comparison) -> str:
             if any(losses):
                 cells = [f"{math.exp(sum(each) / len(each)):,.1f}" if each else "" for each in losses]
                 lines.append([size, arm, *cells])
-    return "Perplexity, decile 10 the rarest:\n\n" + markdown(["size", "arm", *map(str, deciles)], lines)
+    head = (
+        "Perplexity, decile 10 the rarest; above the size of the vocabulary it is worse than a uniform guess:\n\n"
+    )
+    return head + markdown(["size", "arm", *map(str, deciles)], lines)
 
 
 def _edges(comparison: Comparison) -> str:
@@ -255,7 +261,7 @@ def plan_table(study: Study, runs: Sequence[Run]) -> Table:
     """The runs with their sizes, budgets and predicted time on the study's cluster."""
     nodes = study.world_size / study.cluster.gpus_per_node
     table = Table(title=f"{study.name}: {len(runs)} runs", caption=f"predicted, on {study.world_size} ranks")
-    table.add_column("run", overflow="fold")  # a name that is cut short names no run
+    table.add_column("run", no_wrap=True, min_width=max(len(run.name) for run in runs))
     for name in ("parameters", "layers", "GFLOPs/token", "tokens", "lr", "tokens/s", "hours", "node hours"):
         table.add_column(name, justify="right")
     total = 0.0

@@ -18,6 +18,7 @@ from leviathan_ds.studies.runner import (
     MEASURES,
     diverged,
     finished,
+    measured,
     read_summary,
     recipe_difference,
     tuned_rates,
@@ -93,7 +94,7 @@ def collect(study: Study, folder: Path, output: Path) -> list[Row]:
             for line in run_directory.read_lines(run_dir / run_directory.METRICS)
             if line.get("val_loss") is not None
         ]
-        if (run_dir / MEASURES).is_file():
+        if measured(run_dir):
             measures = json.loads((run_dir / MEASURES).read_text())
             (evaluation,) = json.loads((run_dir / EVALUATION).read_text())["models"]
             frequency += [
@@ -162,7 +163,7 @@ def _measured(run_dir: Path) -> Row:
         "skipped_steps": summary["skipped_steps"],
         "starts": len(starts),
         "device": f"{starts[-1]['world_size']} × {starts[-1]['device']}",
-        "commit": starts[-1]["git"],
+        "commit": ", ".join(dict.fromkeys(str(start["git"]) for start in starts)),
         "data": " ".join(each["fingerprint"][:16] for each in data),
     }
 

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from data_prep.errors import UserError
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.parallel.launch import EXIT_DIVERGED, EXIT_STOPPED, InUse, claimed
@@ -33,9 +32,7 @@ def run_study(study: Study, folder: Path, pattern: str, say: Say) -> int:
     A run that another process trains or measures is left to that one. Returns 0 if none failed, 1 if some did or
     could not start, EXIT_STOPPED after a signal.
     """
-    names = [run.name for run in study.runs(pattern=pattern)]
-    if not names:
-        raise UserError(f"no run of {study.name} matches {pattern!r}; `study.py plan` lists them")
+    names = [run.name for run in study.matching(pattern)]
     troubles, elsewhere = [], []
     for number, name in enumerate(names, 1):
         # Anew for each: the tuning runs before may have settled its learning rate.
@@ -98,10 +95,14 @@ def pretrain_options(study: Study, run: Run, folder: Path) -> list[str]:
 
 def measure_run(run_dir: Path) -> int:
     """Measure a run's last checkpoint where that is not done; 0, or the exit code of what failed."""
-    if (run_dir / MEASURES).is_file():
+    if measured(run_dir):
         return 0
     command = [sys.executable, str(ROOT / "launchers" / "study.py"), "measure", str(run_dir)]
     return execute(command, run_dir.with_name(f"{run_dir.name}.log"))
+
+
+def measured(run_dir: Path) -> bool:
+    return all((run_dir / name).is_file() for name in (EVALUATION, MEASURES))
 
 
 def slurm_script(study: Study, runs: list[Run], folder: Path) -> str:

@@ -93,6 +93,8 @@ class Study:
     """What `predicted_s` assumes."""
     keep_checkpoints: tuple[str, ...] = ("iso_body",)
     """Experiments whose checkpoints stay after they were measured."""
+    note: str = ""
+    """What it asks, for the page of its results."""
 
     def runs(self, learning_rates: LearningRates | None = None, pattern: str = "*") -> Iterator[Run]:
         """The runs whose names match, in the order in which they are to be trained."""
@@ -107,6 +109,12 @@ class Study:
                             if fnmatch.fnmatchcase(run_name(kind, arm, size, variant, seed), pattern):
                                 yield self._run(kind, grid, arm, size, variant, seed, learning_rates or {})
 
+    def matching(self, pattern: str, learning_rates: LearningRates | None = None) -> list[Run]:
+        """`runs`, of which there must be one. Raises UserError."""
+        if not (found := list(self.runs(learning_rates, pattern))):
+            raise UserError(f"no run of {self.name} matches {pattern!r}; `study.py plan` lists them")
+        return found
+
     def _run(
         self, kind: Kind, grid: Experiment, arm: str, size: str, variant: str, seed: int, rates: LearningRates
     ) -> Run:
@@ -119,20 +127,21 @@ class Study:
             missing = missing if rate is None else None
         values = merged(self.recipe, self.sizes[size], self.arms[arm], tuned, grid.variants[variant])
         training = values.setdefault("training", {})
-        training["seed"] = seed
-        if "lr" in training:
-            training["min_lr"] = round(training["lr"] / 10, 12)  # in all runs alike, whatever a recipe says
-        recipe = _recipe(values, f"of {self.name}, {kind}/{arm}-{size}-{variant}")
+        training |= {"seed": seed, "min_lr": 0.0}
+        recipe = _recipe(values, f"of {run_name(kind, arm, size, variant, seed)}")
+        min_lr = round(recipe.training.lr / 10, 12)  # in all runs alike, whatever a recipe says
+        recipe = replace(recipe, training=replace(recipe.training, min_lr=min_lr))
         if recipe.model.vocab_size is None:
-            raise UserError(
-                f"study {self.name}: model.vocab_size is open; set it to the tokenizer's, sizes depend on it"
-            )
+            raise UserError("model.vocab_size is open; set it to the tokenizer's, sizes depend on it")
         tokens = grid.tokens or self.tokens
         if tokens is not None:
             steps = -(-tokens // (recipe.training.global_batch_size * recipe.data.sequence_length))
-            recipe = replace(recipe, training=replace(recipe.training, train_steps=steps))
+            try:
+                recipe = replace(recipe, training=replace(recipe.training, train_steps=steps))
+            except UserError as error:
+                raise UserError(f"tokens = {tokens:,} make {steps:,} steps: {error}") from None
         if kind == "isoparametric":
-            twin = _recipe(merged(self.recipe, self.sizes[size], self.arms[grid.match_arm]), f"of {self.name}")
+            twin = _recipe(merged(self.recipe, self.sizes[size], self.arms[grid.match_arm]), f"of {size}")
             layers = layers_for(recipe.model, count_parameters(twin.model).total)
             recipe = replace(recipe, model=replace(recipe.model, num_layers=layers))
         return Run(kind, arm, size, variant, seed, recipe, missing)
@@ -220,6 +229,8 @@ def load(path: Path) -> Study:
             raise UserError(f"study {path}: cluster.{key} must be a number above zero, got {value!r}")
     for key in ("tokens", "world_size"):
         _whole_number(values, key, path)
+    if not isinstance(values.get("note", ""), str):
+        raise UserError(f"study {path}: note must be text, got {values['note']!r}")
     if "keep_checkpoints" in values:  # of no others: a mistake here would cost checkpoints
         values["keep_checkpoints"] = _several(
             values["keep_checkpoints"], path, "keep_checkpoints", KINDS, may_be_empty=True
@@ -227,7 +238,10 @@ def load(path: Path) -> Study:
     study = Study(
         name=path.stem, sizes=sizes, arms=arms, experiments=experiments, cluster=Cluster(**cluster), **values
     )
-    names = [run.name for run in study.runs()]  # their recipes are checked, too
+    try:
+        names = [run.name for run in study.runs()]  # their recipes are checked, too
+    except UserError as error:
+        raise UserError(f"study {path}: {error}") from None
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(f"study {path}: two runs would be called {min(twice)}; rename an arm, a size or a variant")
     return study
@@ -306,7 +320,10 @@ def _whole_number(values: Mapping[str, Any], key: str, path: Path, prefix: str =
 
 def _known(values: Any, known: set[str], path: Path, prefix: str) -> None:
     if not isinstance(values, dict):
-        raise UserError(f"study {path}: {prefix.rstrip('.')} must be a mapping with keys, got {values!r}")
+        place = prefix.rstrip(".") or "the file"
+        raise UserError(
+            f"study {path}: {place} must be a mapping with keys ({', '.join(sorted(known))}), got {values!r}"
+        )
     for key in values:
         if key not in known:
             raise UserError(f"study {path}: unknown key {prefix}{key}; known: {', '.join(sorted(known))}")
