@@ -19,7 +19,7 @@ from leviathan_ds.studies.results import Row
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 STYLES = (
     {"color": "#000000", "marker": "o", "linestyle": "-"},
@@ -32,6 +32,13 @@ _WIDTH, _HEIGHT = 4.6, 3.4  # inches of a panel
 plt.rcParams.update(
     {"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "legend.fontsize": 8, "svg.hashsalt": "study"}
 )
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Ticks of a logarithmic axis at 1, 2 and 5, written as 0.5: the span is too short for powers of ten."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def draw(comparison: Comparison, embeddings: Sequence[Row], folder: Path) -> list[str]:
@@ -197,7 +204,8 @@ def multipliers(comparison: Comparison) -> Any:
     axis.set_xticks(range(len(order)), order)
     axis.set(xlabel="size (band: v1's 1.47 to 2.11)", ylabel="dense-equivalent over own parameters", yscale="log")
     axis.set_ylim(bottom, top)
-    axis.legend(handles=handles, fontsize=7)
+    _plain_numbers(axis.yaxis)
+    axis.legend(handles=handles, fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     return figure
 
 
@@ -224,6 +232,7 @@ def curves(comparison: Comparison) -> Any:
         if baseline:
             axis.axhline(np.mean([row["val_loss"] for row in baseline]), color="#888888", linewidth=0.8)
         axis.set(title=size, xlabel="million tokens", xscale="log")
+        _plain_numbers(axis.xaxis)
     axes[0].set_ylabel("validation loss, nats per token")
     axes[0].legend()
     return figure
