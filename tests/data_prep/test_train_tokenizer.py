@@ -65,7 +65,7 @@ def test_hard_texts_round_trip(tmp_path: Path, model_type: Any, pieces: PieceRul
         (PieceRules(whitespace_as_suffix=True), lambda piece: len(piece) > 1 and piece.endswith("a▁")),
         (PieceRules(max_piece_length=3), lambda piece: False),
     ],
-    ids=str,
+    ids=["across_spaces", "suffix", "short"],
 )
 def test_each_rule_shows_in_the_pieces(tmp_path: Path, pieces: PieceRules, shows: Any):
     train_tokenizer([TINY], tmp_path / "tok.model", vocab_size=700, pieces=pieces)
