@@ -38,7 +38,7 @@ bench: setup
 	$(BIN)/python -W ignore benchmarks/checkpoint.py
 	$(BIN)/python -W ignore benchmarks/scale.py
 
-# The machinery of studies (docs/studies.md) on the sample corpus, 188 s of CPU time; its numbers mean nothing.
+# The machinery of studies (docs/studies.md) on the sample corpus, 105 s of CPU time; its numbers mean nothing.
 STUDY_RUNS ?= runs/studies
 study-smoke: setup
 	rm -rf $(STUDY_RUNS)/smoke
