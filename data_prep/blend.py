@@ -25,7 +25,7 @@ from data_prep import cli
 from data_prep.errors import UserError
 from data_prep.files import check_named, manifest_path, written_aside
 from data_prep.manifest import load_manifest
-from data_prep.strict_yaml import load_yaml
+from data_prep.strict_yaml import dump_yaml, load_yaml
 
 WeightsBy = Literal["size", "pile", "temperature"]
 
@@ -165,7 +165,6 @@ def _folded(name: str) -> str:
 
 def save_blend(blend: Blend, path: Path) -> None:
     """Write a blend file, aside and renamed; prefixes become relative to its folder."""
-    import yaml
 
     def relative(prefix: Path | None) -> str | None:
         return None if prefix is None else os.path.relpath(prefix, path.parent)
@@ -177,7 +176,7 @@ def save_blend(blend: Blend, path: Path) -> None:
         datasets.append({key: value for key, value in values.items() if value is not None})
     with written_aside(path) as file:
         content = {"weights_by": blend.weights_by, "datasets": datasets}
-        file.write(yaml.safe_dump(content, sort_keys=False, allow_unicode=True).encode())
+        file.write(dump_yaml(content, allow_unicode=True).encode())
 
 
 def blend_datasets(prefixes: Sequence[Path], weighting: Weighting) -> Blend:

@@ -22,10 +22,15 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that _UniqueKeyLoader would read as numbers."""
+
+
 # YAML 1.1 reads 1e-3 as a string, for want of the point in 1.0e-3.
-_UniqueKeyLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
-)
+for each in (_UniqueKeyLoader, _Dumper):
+    each.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789")
+    )
 
 
 def load_yaml(path: Path) -> Any:
@@ -34,3 +39,8 @@ def load_yaml(path: Path) -> Any:
         return yaml.load(path.read_text(), _UniqueKeyLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
+
+
+def dump_yaml(values: dict[str, Any], *, allow_unicode: bool = False) -> str:
+    """Text that `load_yaml` reads back, keys in their order."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=allow_unicode)

@@ -13,11 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from data_prep.errors import UserError
-from data_prep.strict_yaml import load_yaml
+from data_prep.strict_yaml import dump_yaml, load_yaml
 from leviathan_ds import config
 from leviathan_ds.config import Recipe
 
@@ -121,7 +120,7 @@ def to_yaml(recipe: Recipe) -> str:
             return {key: plain(item) for key, item in value.items()}
         return [plain(item) for item in value] if isinstance(value, tuple) else value
 
-    return yaml.safe_dump(plain(dataclasses.asdict(recipe)), sort_keys=False)
+    return dump_yaml(plain(dataclasses.asdict(recipe)))
 
 
 def load(path: Path) -> Recipe:
