@@ -4,9 +4,12 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from data_prep.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -40,6 +43,16 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return value
+
+
+def open_console() -> "Console":
+    """For tables: as wide as the terminal, or 160 columns in a log, which has no edge."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    return console
 
 
 def run(command: Callable[[], None]) -> int:

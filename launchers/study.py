@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_prep.cli import CommandParser, run
+from data_prep.cli import CommandParser, open_console, run
 
 
 def build_parser() -> CommandParser:
@@ -75,8 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan(options) -> None:
-    from rich.console import Console
-
     from leviathan_ds import run_directory
     from leviathan_ds.studies import report, runner
     from leviathan_ds.studies.study import load
@@ -84,10 +82,7 @@ def plan(options) -> None:
     study = load(options.study)
     folder = options.runs_dir / study.name
     runs = study.matching(options.only, runner.tuned_rates(study, folder))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160  # a log has no edge
-    console.print(report.plan_table(study, runs))
+    open_console().print(report.plan_table(study, runs))
     if options.slurm is not None:
         due = [each for each in runs if not runner.finished(each, folder / each.name)]
         able = [each for each in due if runner.obstacle_to(each, folder / each.name) is None]

@@ -181,7 +181,7 @@ def test_round_trip_of_values_that_are_not_defaults(file: Any) -> None:
 
 
 def test_text_that_looks_like_a_number_stays_text(file: Any) -> None:
-    """A fingerprint may be digits about an e, which this project's YAML reads as a number where it is not quoted."""
+    """A fingerprint may be digits about an e, which our YAML reads as a number where it is not quoted."""
     recipe = dataclasses.replace(Recipe(), data=config.DataConfig(("1e3",), tokenizer_fingerprint="12e34"))
     assert recipes.load(file(recipes.to_yaml(recipe))) == recipe
 

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from data_prep.cli import open_console
 from data_prep.errors import UserError
 from data_prep.files import written_aside
 from leviathan_ds import recipe as recipes
@@ -116,10 +117,7 @@ class Evaluation:
 
     def publish(self, result: dict[str, Any]) -> None:
         """Print tables, write the JSON file."""
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = 160  # a log has no edge
-        show(console, result)
+        show(open_console(), result)
         if self.options.json is not None:
             with written_aside(self.options.json) as file:
                 file.write(orjson.dumps(result, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
