@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -279,7 +279,7 @@ def replica_run(case: Case) -> dict[str, list[int]]:
     return engines.differing_replicas(engine)
 
 
-def memory_run(case: Case, marks: tuple[int, ...]) -> list[tuple[int, int]]:
+def memory_run(case: Case, marks: Sequence[int]) -> list[tuple[int, int]]:
     """Bytes of all living tensors, and bytes of resident memory, after the steps of `marks`."""
     import gc
 
