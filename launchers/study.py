@@ -81,7 +81,7 @@ def plan(options) -> None:
 
     study = load(options.study)
     folder = options.runs_dir / study.name
-    runs = study.matching(options.only, runner.tuned_rates(study, folder))
+    runs = study.matching(options.only, runner.tuned_tries(study, folder))
     open_console().print(report.plan_table(study, runs))
     if options.slurm is not None:
         due = [each for each in runs if not runner.finished(each, folder / each.name)]
@@ -108,7 +108,7 @@ def collect(options) -> int:
 
     study = load(options.study)
     folder, output, failed = options.runs_dir / study.name, options.results / study.name, False
-    for each in study.runs(runner.tuned_rates(study, folder)):  # trained elsewhere, as by a cluster's jobs
+    for each in study.runs(runner.tuned_tries(study, folder)):  # trained elsewhere, as by a cluster's jobs
         run_dir = folder / each.name
         if runner.measured(run_dir) or each.missing:
             continue

@@ -87,10 +87,10 @@ def finish(
 
 def finish_all(study: Study, folder: Path, loss: Callable[[Run], float], **options: Any) -> None:
     """`finish` every run, the learning rates first, as run_study would order them."""
-    from leviathan_ds.studies.runner import tuned_rates
+    from leviathan_ds.studies.runner import tuned_tries
 
     for pattern in ("learning_rate/*", "*"):
-        for run in study.runs(tuned_rates(study, folder), pattern):
+        for run in study.runs(tuned_tries(study, folder), pattern):
             finish(run, folder / run.name, loss(run), **{key: value(run) for key, value in options.items()})
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ from leviathan_ds.studies.comparison import Comparison
 from leviathan_ds.studies.fits import PowerLaw, equivalent, fit_dense, fit_power_law, tokens_to_reach
 from leviathan_ds.studies.report import CAPTIONS
 from leviathan_ds.studies.runner import EVALUATION, MEASURES
-from leviathan_ds.studies.study import Run, layers_for, load
+from leviathan_ds.studies.study import Run, Study, layers_for, load
 from tests.study_runs import STUDY, finish, finish_all, write_study
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +49,8 @@ SIZES = [1e6, 2e6, 4e6, 1e7, 4e7]
 
 def test_a_study_is_a_grid_of_recipes(tmp_path):
     study = write_study(tmp_path)
-    runs = {run.name: run for run in study.runs({("leviathan", "d64"): 3e-3, ("dense_tied", "d64"): 1e-3})}
+    tuned = {("leviathan", "d64"): "lr0.003", ("dense_tied", "d64"): "lr0.001"}
+    runs = {run.name: run for run in study.runs(tuned)}
     assert len(runs) == 3 * 2 + 4 * 3 * 2 + 4 * 2 + 2
     run = runs["iso_body/leviathan-d128-s2"]
     training = run.recipe.training
@@ -169,31 +171,38 @@ def test_the_papers_studies_are_the_recipes():
             assert set(differing) <= {"training.seed", "run.keep_checkpoints"} | unused
 
 
-@pytest.mark.parametrize(
-    "name, counterpart, differing",
-    [
-        ("ablation_32k", "learning_rate/leviathan-d64-lr8e-3-s1", {}),
-        ("generator_rate_32k", "{name}", {"training.generator_lr_scale": (0.3, 0.1)}),
-        ("table_rate_32k", "{name}", {"training.table_lr_scale": (1.0, 0.3)}),
-        ("rate_at_d128_32k", "iso_body/{arm}-{size}-s1", {"training.train_steps": (550, 275)}),
-        ("isoparametric_rate_32k", "{name}", {"training.lr": (8e-3, 4e-3), "training.min_lr": (8e-4, 4e-4)}),
-    ],
-)
-def test_the_smaller_studies_change_one_thing_of_the_large_one(name, counterpart, differing):
-    large = load(ROOT / "studies" / "iso_body_32k.yaml")
-    for ours in load(ROOT / "studies" / f"{name}.yaml").runs():
-        rates = {(ours.arm, "d64"): 8e-3 if ours.arm == "leviathan" else 4e-3}
-        (theirs,) = large.runs(rates, counterpart.format(name=ours.name, arm=ours.arm, size=ours.size))
-        found = recipes.differences(theirs.recipe, ours.recipe)
-        if name == "ablation_32k":
-            seed = found.pop("training.seed", None)
-            assert found or (ours.variant == "as_in_iso_body" and seed in (None, (1, 2)))
-            if ours.variant != "as_in_iso_body":
-                continue  # each of them a change
-        if ours.kind == "learning_rate":  # the rates tried are the change
-            for key in ("training.lr", "training.min_lr"):
-                found.pop(key, None)
-        assert found == differing, ours.name
+def test_a_study_upon_another_one_says_only_what_differs(tmp_path):
+    base = write_study(tmp_path)
+    path = tmp_path / "upon.yaml"
+
+    def upon(**values: Any) -> Study:
+        path.write_text(yaml.safe_dump({"base": str(tmp_path / "planted.yaml"), **values}))
+        return load(path)
+
+    arms = {"leviathan": {"training": {"generator_lr_scale": 0.1}}, "other": {"model": {"embedding": "leviathan"}}}
+    sizes = {"d64": {"model": {"num_layers": 3}}}
+    grid = {"iso_body": {"arms": ["leviathan", "other"], "sizes": ["d64"]}}
+    study = upon(recipe={"training": {"lr": 5e-3}}, arms=arms, sizes=sizes, experiments=grid)
+    ours, other = study.runs()
+    (theirs,) = base.runs({("leviathan", "d64"): "lr0.001"}, "iso_body/leviathan-d64-s1")
+    assert recipes.differences(theirs.recipe, ours.recipe) == {
+        "model.num_layers": (2, 3),
+        "training.lr": (1e-3, 5e-3),
+        "training.min_lr": (1e-4, 5e-4),
+        "training.generator_lr_scale": (1.0, 0.1),
+    }
+    assert other.recipe.training.generator_lr_scale == 1.0
+    assert (study.name, study.note, study.tokens) == ("upon", "", base.tokens)
+    assert list(study.sizes) == list(base.sizes)
+    with pytest.raises(UserError, match=r"study .*upon.yaml: experiments is missing"):
+        upon()
+    with pytest.raises(UserError, match=r"study .*upon.yaml: base must be the path of a study file, got 3"):
+        upon(base=3)
+    with pytest.raises(UserError, match=r"study nowhere\.yaml: No such file"):
+        upon(base="nowhere.yaml")
+    (tmp_path / "middle.yaml").write_text("base: root.yaml\n")
+    with pytest.raises(UserError, match=r"base .*middle.yaml has a base itself; name that one, root.yaml"):
+        upon(base=str(tmp_path / "middle.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -512,6 +521,47 @@ def test_a_best_rate_at_an_end_is_told(tmp_path, monkeypatch):
     assert "No arm's best rate is at an end" in page_of(tmp_path), "a try beyond it diverged"
 
 
+FACTORS = {
+    f"lr{lr}_x{factor}": {"training": {"lr": lr, "table_lr_scale": factor, "generator_lr_scale": factor}}
+    for lr in (1e-3, 3e-3, 9e-3)
+    for factor in (0.1, 1.0, 10.0)
+}
+
+
+def test_a_try_may_set_more_than_the_rate_and_all_of_it_is_taken(tmp_path, monkeypatch):
+    """The best try of one arm is the middle of both, of another at an end of the factors."""
+    best = {"dense_tied": (3e-3, 1.0), "dense_untied": (3e-3, 10.0), "leviathan": (9e-3, 0.1)}
+
+    def loss(run: Run) -> float:
+        training = run.recipe.training
+        factor = training.generator_lr_scale if run.arm == "leviathan" else training.table_lr_scale
+        lr, best_factor = best[run.arm]
+        return 4 + abs(math.log(training.lr / lr)) + abs(math.log(factor / best_factor))
+
+    monkeypatch.setattr(figures, "draw", lambda *_: ["loss", "learning_rate"])
+    grid = {"learning_rate": {"sizes": ["d64"], "variants": FACTORS}, "iso_body": {}}
+    study, folder = write_study(tmp_path, experiments=grid), tmp_path / "runs" / "planted"
+    finish_all(study, folder, loss)
+    tuned = runner.tuned_tries(study, folder)
+    assert tuned == {(arm, "d64"): f"lr{lr}_x{factor}" for arm, (lr, factor) in best.items()}
+    for run in study.runs(tuned, "iso_body/*"):
+        assert loss(run) == 4
+    page = page_of(tmp_path)
+    rows = results.read_table(tmp_path / "results" / "planted", results.RUNS)
+    rates = {(row["arm"], row["lr"], row["input_lr_scale"]) for row in rows if row["kind"] == "iso_body"}
+    assert rates == {(arm, *found) for arm, found in best.items()}
+    assert re.search(r"\| d64 \| leviathan \| 64 × 2 \| .* \| 0.009 \| 0.0009 \|", page)
+    assert re.findall(r"\*\*(.*) is at an end of the tries", page) == [
+        "dense_untied at d64: the best factor of the input, 10,",
+        "leviathan at d64: the best rate, 0.009,",
+        "leviathan at d64: the best factor of the input, 0.1,",
+    ]
+    panels = figures.learning_rate(Comparison.read(tmp_path / "results" / "planted")).axes
+    assert [axis.get_title() for axis in panels] == [f"d64, input × {factor}" for factor in ("0.1", "1", "10")]
+    for axis in panels:
+        assert [list(each.lines[0].get_xdata()) for each in axis.containers] == [[1e-3, 3e-3, 9e-3]] * 3
+
+
 def test_tables_that_are_not_whole_are_refused_and_none_is_left_of_before(gaining, tmp_path, monkeypatch, capsys):
     folder, study = gaining / "runs" / "planted", load(gaining / "planted.yaml")
     output = tmp_path / "planted"
@@ -634,25 +684,25 @@ def test_a_diverged_learning_rate_loses_the_tuning(tmp_path):
     study = write_study(tmp_path)
     slow, fast = study.runs(pattern="learning_rate/leviathan-*")
     finish(slow, tmp_path / slow.name, 5.0)
-    assert runner.tuned_rates(study, tmp_path) == {}, "not before all tries have ended"
+    assert runner.tuned_tries(study, tmp_path) == {}, "not before all tries have ended"
     run_directory.update_summary(tmp_path / fast.name, exit_code=EXIT_DIVERGED)
     assert runner.obstacle_to(fast, tmp_path / fast.name) == "diverged"
-    assert runner.tuned_rates(study, tmp_path) == {("leviathan", "d64"): slow.recipe.training.lr}
+    assert runner.tuned_tries(study, tmp_path) == {("leviathan", "d64"): slow.variant}
     finish(fast, tmp_path / fast.name, math.nan)
-    assert runner.tuned_rates(study, tmp_path) == {("leviathan", "d64"): slow.recipe.training.lr}
+    assert runner.tuned_tries(study, tmp_path) == {("leviathan", "d64"): slow.variant}
     finish(fast, tmp_path / fast.name, 4.0)
     run_directory.update_summary(tmp_path / fast.name, exit_code=EXIT_DIVERGED)  # of an earlier start
     assert runner.obstacle_to(fast, tmp_path / fast.name) is None
-    assert runner.tuned_rates(study, tmp_path) == {("leviathan", "d64"): fast.recipe.training.lr}
+    assert runner.tuned_tries(study, tmp_path) == {("leviathan", "d64"): fast.variant}
     # A try of another recipe is none, and where all have diverged there is no best one.
     path = tmp_path / fast.name / run_directory.RECIPE
     whole = path.read_text()
     path.write_text(whole.replace("log_interval: 10", "log_interval: 7"))
-    assert runner.tuned_rates(study, tmp_path) == {}
+    assert runner.tuned_tries(study, tmp_path) == {}
     path.write_text(whole)
     for run in (slow, fast):
         finish(run, tmp_path / run.name, math.nan)
-    assert runner.tuned_rates(study, tmp_path) == {}
+    assert runner.tuned_tries(study, tmp_path) == {}
 
 
 @pytest.mark.parametrize("code", [EXIT_STOPPED, 0, 1])
@@ -734,7 +784,7 @@ def test_planned_runs_without_a_row_are_named_with_the_reason(tmp_path, monkeypa
     """And what was trained with another recipe is not measured."""
     study, folder = write_study(tmp_path), tmp_path / "planted"
     finish_all(study, folder, planted(3.0))
-    runs = {run.name: run for run in study.runs(runner.tuned_rates(study, folder))}
+    runs = {run.name: run for run in study.runs(runner.tuned_tries(study, folder))}
     diverged, nan, stopped, other = (f"iso_body/leviathan-{size}-s2" for size in ("d32", "d64", "d96", "d128"))
     (folder / diverged / MEASURES).unlink()
     (folder / diverged / run_directory.SUMMARY).write_text('{"exit_code": 65}')

@@ -70,8 +70,8 @@ def save(figure: Any, folder: Path, name: str) -> None:
     plt.close(figure)
 
 
-def _panels(count: int, width: float = _WIDTH) -> tuple[Any, Any]:
-    figure, axes = plt.subplots(1, count, figsize=(width * count, _HEIGHT), squeeze=False)
+def _panels(count: int, width: float = _WIDTH, sharey: bool = False) -> tuple[Any, Any]:
+    figure, axes = plt.subplots(1, count, figsize=(width * count, _HEIGHT), squeeze=False, sharey=sharey)
     return figure, axes[0]
 
 
@@ -261,19 +261,28 @@ def frequency(comparison: Comparison) -> Any:
 
 
 def learning_rate(comparison: Comparison) -> Any:
-    """Final loss by learning rate, for each arm the same number of tries."""
-    sizes = comparison.sizes("learning_rate")
-    if not sizes:
+    """Final loss by learning rate, for each arm the same number of tries.
+
+    Where tries differ in the factor on the input embedding's rate as well, a panel each.
+    """
+    tries, arms = comparison.of("learning_rate"), comparison.arms("learning_rate")
+    if not tries:
         return None
-    figure, axes = _panels(len(sizes))
-    for axis, size in zip(axes, sizes, strict=True):
-        for arm in comparison.arms("learning_rate"):
+    factors: list[float | None] = [None]
+    if any(len({row["input_lr_scale"] for row in tries if row["arm"] == arm}) > 1 for arm in arms):
+        factors = sorted({row["input_lr_scale"] for row in tries})
+    panels = [(size, factor) for size in comparison.sizes("learning_rate") for factor in factors]
+    figure, axes = _panels(len(panels), _WIDTH if len(panels) < 3 else 3.0, sharey=True)
+    for axis, (size, factor) in zip(axes, panels, strict=True):
+        for arm in arms:
             rows = comparison.of("learning_rate", arm, size)
+            rows = [row for row in rows if factor in (None, row["input_lr_scale"])]
             rates = sorted({row["lr"] for row in rows})
             groups = [[row["val_loss"] for row in rows if row["lr"] == rate] for rate in rates]
             if groups:
-                _points(axis, rates, groups, _style_of(arm, comparison.arms("learning_rate")), arm)
-        axis.set(title=size, xscale="log", xlabel="learning rate")
+                _points(axis, rates, groups, _style_of(arm, arms), arm)
+        title = size if factor is None else f"{size}, input × {factor:g}"
+        axis.set(title=title, xscale="log", xlabel="learning rate")
     axes[0].set_ylabel("validation loss, nats per token")
     axes[0].legend()
     return figure

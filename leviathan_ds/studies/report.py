@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,10 +130,10 @@ def _runs_table(comparison: Comparison, kinds: Sequence[str]) -> str:
     groups: dict[tuple, list[Row]] = {}
     for row in comparison.runs:
         if row["kind"] in kinds:
-            key = (row["kind"], row["size"], row["arm"], row["variant"] or "", row["lr"])
+            key = (row["kind"], row["size"], row["arm"], row["variant"] or "", row["lr"], row["input_lr_scale"])
             groups.setdefault(key, []).append(row)
     lines = []
-    for (kind, size, arm, variant, lr), rows in groups.items():
+    for (kind, size, arm, variant, lr, scale), rows in groups.items():
         losses = [row["val_loss"] for row in rows]
         perplexity = math.exp(sum(losses) / len(losses))
         speed = sum(row["tokens_per_s"] for row in rows) / len(rows)
@@ -140,7 +141,7 @@ def _runs_table(comparison: Comparison, kinds: Sequence[str]) -> str:
         shape = f"{rows[0]['hidden_size']} × {rows[0]['num_layers']}"
         counts = [f"{rows[0][key]:,}" for key in ("parameters", "embedding_parameters")]
         numbers = [_mean_and_range(losses), f"{perplexity:.1f}", f"{speed:,.0f}", len(rows)]
-        lines.append([size, name, shape, *counts, f"{lr:g}", *numbers])
+        lines.append([size, name, shape, *counts, f"{lr:g}", f"{lr * scale:g}", *numbers])
     head = [
         "size",
         "arm",
@@ -148,6 +149,7 @@ def _runs_table(comparison: Comparison, kinds: Sequence[str]) -> str:
         "parameters",
         "of them embedding",
         "lr",
+        "input lr",
         "loss",
         "perplexity",
         "tokens/s",
@@ -214,19 +216,22 @@ def _frequency_table(comparison: Comparison) -> str:
 
 
 def _edges(comparison: Comparison) -> str:
-    """The arms whose best rate lies at an end of the tries, so that a better one may lie beyond."""
+    """The arms whose best rates lie at an end of the tries, so that a better one may lie beyond."""
     found = []
     for size in comparison.sizes("learning_rate"):
         for arm in comparison.arms("learning_rate"):
-            losses: dict[float, list[float]] = {}
+            losses: dict[tuple[float, float], list[float]] = {}
             for row in comparison.of("learning_rate", arm, size, "ended"):
                 loss = row["val_loss"] if row["status"] == results.DONE else math.inf
-                losses.setdefault(row["lr"], []).append(loss)
-            if losses:
-                best = min(losses, key=lambda rate: sum(losses[rate]) / len(losses[rate]))
-                if best in (min(losses), max(losses)):
-                    found.append(f"**{arm} at {size}: the best rate, {best:g}, is at an end of the tries.**")
-    return "\n".join(found) or "No arm's best rate is at an end of the tries."
+                losses.setdefault((row["lr"], row["input_lr_scale"]), []).append(loss)
+            if not losses:
+                continue
+            best = min(losses, key=lambda rates: statistics.fmean(losses[rates]))
+            for index, name in enumerate(("rate", "factor of the input")):
+                value, tried = best[index], {rates[index] for rates in losses}
+                if value in (min(tried), max(tried)) and (name == "rate" or len(tried) > 1):
+                    found.append(f"**{arm} at {size}: the best {name}, {value:g}, is at an end of the tries.**")
+    return "\n\n".join(found) or "No arm's best rate is at an end of the tries."
 
 
 def _embeddings_table(embeddings: Sequence[Row]) -> str:

@@ -21,7 +21,7 @@ from leviathan_ds.studies.runner import (
     measured,
     read_summary,
     recipe_difference,
-    tuned_rates,
+    tuned_tries,
 )
 from leviathan_ds.studies.study import Run, Study, run_name
 
@@ -40,6 +40,7 @@ _PLAN = {
     "body_parameters": _INT,
     "gflops_per_token": _FLOAT,
     "lr": _FLOAT,
+    "input_lr_scale": _FLOAT,
     "precision": _TEXT,
 }
 _MEASURED = {
@@ -79,7 +80,7 @@ def collect(study: Study, folder: Path, output: Path) -> list[Row]:
     embeddings.json: what the first seed's embeddings look like. Raises UserError where no run has ended.
     """
     rows, evaluations, frequency, embeddings = [], [], [], []
-    for run in study.runs(tuned_rates(study, folder)):
+    for run in study.runs(tuned_tries(study, folder)):
         run_dir = folder / run.name
         identity = {key: getattr(run, key) for key in _IDENTITY}
         status, reason = _status(run, run_dir)
@@ -131,8 +132,9 @@ def _status(run: Run, run_dir: Path) -> tuple[str, str]:
 
 
 def _plan(run: Run) -> Row:
-    model = run.recipe.model
+    model, training = run.recipe.model, run.recipe.training
     count = count_parameters(model)
+    scale = training.generator_lr_scale if model.embedding == "leviathan" else training.table_lr_scale
     return {
         "embedding": model.embedding,
         "hidden_size": model.hidden_size,
@@ -142,8 +144,9 @@ def _plan(run: Run) -> Row:
         "embedding_parameters": count.embedding,
         "body_parameters": count.body,
         "gflops_per_token": flops_per_token(model, run.recipe.data.sequence_length).total / 1e9,
-        "lr": None if run.missing else run.recipe.training.lr,
-        "precision": run.recipe.training.precision,
+        "lr": None if run.missing else training.lr,
+        "input_lr_scale": None if run.missing else scale,
+        "precision": training.precision,
     }
 
 

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 from collections import defaultdict
@@ -19,7 +20,7 @@ from typing import Any
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.parallel.launch import EXIT_DIVERGED, EXIT_STOPPED, InUse, claimed
-from leviathan_ds.studies.study import ROOT, LearningRates, Run, Study
+from leviathan_ds.studies.study import ROOT, Run, Study, Tuned
 
 # In a run directory, of its last checkpoint: losses by frequency as of launchers/evaluate.py, and its embeddings.
 EVALUATION, MEASURES = "evaluation.json", "measures.json"
@@ -36,7 +37,7 @@ def run_study(study: Study, folder: Path, pattern: str, say: Say) -> int:
     troubles, elsewhere = [], []
     for number, name in enumerate(names, 1):
         # Anew for each: the tuning runs before may have settled its learning rate.
-        (run,) = study.runs(tuned_rates(study, folder), name)
+        (run,) = study.runs(tuned_tries(study, folder), name)
         run_dir, log, code = folder / name, folder / f"{name}.log", 0
         trouble = run.missing
         if trouble is None and (obstacle := obstacle_to(run, run_dir)):
@@ -195,12 +196,12 @@ def recipe_difference(run: Run, run_dir: Path) -> str | None:
     )
 
 
-def tuned_rates(study: Study, folder: Path) -> LearningRates:
-    """By arm and size, the learning rate of the lowest mean validation loss, once all its runs have ended.
+def tuned_tries(study: Study, folder: Path) -> Tuned:
+    """By arm and size, the try of the lowest mean validation loss, once all its runs have ended.
 
     One that diverged has lost; where all have, there is none.
     """
-    losses: dict[tuple[str, str], dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    losses: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     unfinished = set()
     for run in study.runs(pattern="learning_rate/*"):
         run_dir = folder / run.name
@@ -208,15 +209,16 @@ def tuned_rates(study: Study, folder: Path) -> LearningRates:
         if not (lost or finished(run, run_dir)) or recipe_difference(run, run_dir):
             unfinished.add((run.arm, run.size))
             continue
-        loss = math.inf if lost else read_summary(run_dir)["final_val_loss"]
-        losses[run.arm, run.size][run.recipe.training.lr].append(loss)
+        losses[run.arm, run.size][run.variant].append(
+            math.inf if lost else read_summary(run_dir)["final_val_loss"]
+        )
     means = {
-        place: {rate: sum(values) / len(values) for rate, values in by_rate.items()}
-        for place, by_rate in losses.items()
+        place: {variant: statistics.fmean(values) for variant, values in by_variant.items()}
+        for place, by_variant in losses.items()
         if place not in unfinished
     }
     return {
-        place: min(by_rate, key=by_rate.__getitem__)
-        for place, by_rate in means.items()
-        if math.isfinite(min(by_rate.values()))
+        place: min(by_variant, key=by_variant.__getitem__)
+        for place, by_variant in means.items()
+        if math.isfinite(min(by_variant.values()))
     }

@@ -1,7 +1,7 @@
 """A study file and the runs that it stands for. Arithmetic over configurations: no torch.
 
 A study is a grid: sizes × arms × seeds (× variants) in up to four experiments. Every run is a recipe, merged from
-the study's `recipe`, its size, its arm, the tuned learning rate and its variant, the later ones winning.
+the study's `recipe`, its size, its arm, what tuning found and its variant, the later ones winning.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from leviathan_ds.scaling import Cluster, predict_step
 
 ROOT = Path(__file__).parents[2]
 Kind = Literal["learning_rate", "iso_body", "isoparametric", "ablation"]
-KINDS: tuple[Kind, ...] = get_args(Kind)  # in the order in which they run: the tuned rates are the others'
+KINDS: tuple[Kind, ...] = get_args(Kind)  # in the order in which they run: what is tuned is the others'
 _NAME = r"[\w.+]+(-[\w.+]+)*"  # of arms, sizes and variants: run directories are called by them
 TOLERANCE = 0.02  # of total parameters, between isoparametric arms
-LearningRates = Mapping[tuple[str, str], float]  # (arm, size) → the tuned rate
+Tuned = Mapping[tuple[str, str], str]  # (arm, size) → the variant of `learning_rate` that was the best one
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Study:
     note: str = ""
     """What it asks, for the page of its results."""
 
-    def runs(self, learning_rates: LearningRates | None = None, pattern: str = "*") -> Iterator[Run]:
+    def runs(self, tuned: Tuned | None = None, pattern: str = "*") -> Iterator[Run]:
         """The runs whose names match, in the order in which they are to be trained."""
         for kind in KINDS:
             if kind not in self.experiments:
@@ -107,25 +107,26 @@ class Study:
                     for variant in grid.variants:
                         for arm in grid.arms:
                             if fnmatch.fnmatchcase(run_name(kind, arm, size, variant, seed), pattern):
-                                yield self._run(kind, grid, arm, size, variant, seed, learning_rates or {})
+                                yield self._run(kind, grid, arm, size, variant, seed, tuned or {})
 
-    def matching(self, pattern: str, learning_rates: LearningRates | None = None) -> list[Run]:
+    def matching(self, pattern: str, tuned: Tuned | None = None) -> list[Run]:
         """`runs`, of which there must be one. Raises UserError."""
-        if not (found := list(self.runs(learning_rates, pattern))):
+        if not (found := list(self.runs(tuned, pattern))):
             raise UserError(f"no run of {self.name} matches {pattern!r}; `study.py plan` lists them")
         return found
 
     def _run(
-        self, kind: Kind, grid: Experiment, arm: str, size: str, variant: str, seed: int, rates: LearningRates
+        self, kind: Kind, grid: Experiment, arm: str, size: str, variant: str, seed: int, tuned: Tuned
     ) -> Run:
-        tuned = {}
+        found: Mapping[str, Any] = {}
         missing = None
         if kind != "learning_rate" and "learning_rate" in self.experiments:
-            rate = rates.get((arm, self._tuned_size(size)))
-            tuned = {} if rate is None else {"training": {"lr": rate}}
-            missing = f"no learning rate of {arm} is tuned: not all tries are done, or all diverged"
-            missing = missing if rate is None else None
-        values = merged(self.recipe, self.sizes[size], self.arms[arm], tuned, grid.variants[variant])
+            best = tuned.get((arm, self._tuned_size(size)))
+            if best is None:
+                missing = f"no learning rate of {arm} is tuned: not all tries are done, or all diverged"
+            else:
+                found = self.experiments["learning_rate"].variants[best]
+        values = merged(self.recipe, self.sizes[size], self.arms[arm], found, grid.variants[variant])
         training = values.setdefault("training", {})
         training |= {"seed": seed, "min_lr": 0.0}
         recipe = _recipe(values, f"of {run_name(kind, arm, size, variant, seed)}")
@@ -173,7 +174,8 @@ def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     for layer in layers:
         for key, value in layer.items():
             if isinstance(value, Mapping):
-                value = merged(result.get(key, {}), value)
+                before = result.get(key)
+                value = merged(before if isinstance(before, Mapping) else {}, value)
             result[key] = value
     return result
 
@@ -200,13 +202,9 @@ def layers_for(model: ModelConfig, total: int) -> int:
 def load(path: Path) -> Study:
     """Read and check a study file, every run's recipe included. Raises UserError naming the file and the key."""
     expected = "expected keys such as recipe:, sizes:, arms: and experiments:"
-    try:
-        values = load_yaml(path)
-    except OSError as error:
-        raise UserError(f"study {path}: {error.strerror}; see studies/ for the ones that ship") from None
-    except ValueError as error:
-        raise UserError(f"study {path}: {error}") from None
-    _known(values, {each.name for each in fields(Study)} - {"name"}, path, "")
+    values = _values(path)
+    if "base" in values:
+        values = _upon_its_base(values, path)
     for key in ("recipe", "sizes", "arms", "experiments"):
         if not isinstance(values.get(key), dict) or not values[key]:
             raise UserError(f"study {path}: {key} is missing or no mapping; {expected}")
@@ -245,6 +243,28 @@ def load(path: Path) -> Study:
     if twice := {name for name in names if names.count(name) > 1}:
         raise UserError(f"study {path}: two runs would be called {min(twice)}; rename an arm, a size or a variant")
     return study
+
+
+def _values(path: Path) -> dict[str, Any]:
+    try:
+        values = load_yaml(path)
+    except OSError as error:
+        raise UserError(f"study {path}: {error.strerror}; see studies/ for the ones that ship") from None
+    except ValueError as error:
+        raise UserError(f"study {path}: {error}") from None
+    _known(values, {each.name for each in fields(Study)} - {"name"} | {"base"}, path, "")
+    return values
+
+
+def _upon_its_base(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A study's values over those of the study that it names, whose experiments and note are its own affair."""
+    base = values.pop("base")
+    if not isinstance(base, str):
+        raise UserError(f"study {path}: base must be the path of a study file, got {base!r}")
+    under = _values(_from_here_or_the_project(base))
+    if "base" in under:
+        raise UserError(f"study {path}: base {base} has a base itself; name that one, {under['base']}")
+    return merged({key: value for key, value in under.items() if key not in ("experiments", "note")}, values)
 
 
 def _experiment(
@@ -309,7 +329,7 @@ def _several(
 
 
 def _from_here_or_the_project(name: str) -> Path:
-    """A recipe file that a study names: relative to this folder, else to the project's."""
+    """A recipe or study file that a study names: relative to this folder, else to the project's."""
     return next((path for path in (Path(name), ROOT / name) if path.is_file()), Path(name))
 
 
