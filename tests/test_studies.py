@@ -608,8 +608,9 @@ def test_without_results_the_way_out_is_named(tmp_path, capsys):
 
 
 @pytest.fixture
-def iso_body(tmp_path):
-    """A study of two runs without tuning, and its folder."""
+def iso_body(tmp_path, monkeypatch):
+    """A study of two runs without tuning, and its folder; its data are not looked for."""
+    monkeypatch.setattr(runner, "check_dataset", lambda prefix: None)
     grid = {"iso_body": {"arms": ["dense_tied", "leviathan"], "sizes": ["d32"]}}
     return write_study(tmp_path, experiments=grid), tmp_path / "runs"
 
@@ -637,6 +638,29 @@ def test_done_runs_are_skipped_and_a_failed_one_does_not_end_the_study(iso_body,
     assert started == [str(folder / tied.name)]
     with pytest.raises(UserError, match="no run of planted matches 'x'"):
         runner.run_study(study, folder, "x", said.append)
+
+
+def test_what_all_runs_lack_is_said_before_the_first_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "execute", lambda *_: pytest.fail("none can run"))
+    grid, study = {"iso_body": {"arms": ["leviathan"], "sizes": ["d32"]}}, str(tmp_path / "planted.yaml")
+    blend = tmp_path / "blend.yaml"
+    blend.write_text("datasets:\n- {name: a, train: a.train, validation: a.validation, weight: 1.0}\n")
+
+    def refused(what: str, **changes: Any) -> None:
+        write_study(tmp_path, experiments=grid, **changes)
+        assert launcher.main(["plan", study, "--runs_dir", str(tmp_path)]) == 0
+        assert f"before these can run: {what}" in capsys.readouterr().out
+        assert launcher.main(["run", study, "--runs_dir", str(tmp_path)]) == 2
+        assert what in capsys.readouterr().err
+
+    def of(**data: Any) -> dict[str, Any]:
+        return STUDY["recipe"] | {"data": {"sequence_length": 64} | data}
+
+    refused(f"{ROOT / 'text.idx'}: no such file; prepare the dataset")
+    refused(f"{ROOT / 'here.idx'}: no such file", recipe=of(validation_prefixes=["here"]))
+    refused(f"{tmp_path / 'a.train.idx'}: no such file", recipe=of(blend=str(blend)))
+    refused("study planted: data.prefixes is empty", recipe=of())
+    refused(f"ds_config {ROOT / 'none.json'}: No such file", ds_config="none.json")
 
 
 def test_a_run_of_another_recipe_is_not_taken_for_this_one(iso_body, tmp_path, monkeypatch):

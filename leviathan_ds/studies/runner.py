@@ -12,13 +12,17 @@ import statistics
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from data_prep.blend import load_blend
+from data_prep.errors import UserError
+from data_prep.indexed import check_dataset
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
+from leviathan_ds.parallel import ds_config
 from leviathan_ds.parallel.launch import EXIT_DIVERGED, EXIT_STOPPED, InUse, claimed
 from leviathan_ds.studies.study import ROOT, Run, Study, Tuned
 
@@ -31,9 +35,11 @@ def run_study(study: Study, folder: Path, pattern: str, say: Say) -> int:
     """Train and measure the runs whose names match that are not done yet, going on after one that fails.
 
     A run that another process trains or measures is left to that one. Returns 0 if none failed, 1 if some did or
-    could not start, EXIT_STOPPED after a signal.
+    could not start, EXIT_STOPPED after a signal. Raises UserError before the first one where `check_inputs` does.
     """
-    names = [run.name for run in study.matching(pattern)]
+    runs = study.matching(pattern)
+    check_inputs(study, [run for run in runs if not finished(run, folder / run.name)])
+    names = [run.name for run in runs]
     troubles, elsewhere = [], []
     for number, name in enumerate(names, 1):
         # Anew for each: the tuning runs before may have settled its learning rate.
@@ -66,6 +72,26 @@ def run_study(study: Study, folder: Path, pattern: str, say: Say) -> int:
             troubles.append(name)
     say(f"{len(names) - len(troubles) - len(elsewhere)} of {len(names)} runs are done")
     return 1 if troubles else 0
+
+
+def check_inputs(study: Study, runs: Sequence[Run]) -> None:
+    """Look for what runs read, of which each would otherwise find out for itself, half a minute after its start.
+
+    Raises UserError naming the file.
+    """
+    if runs:
+        ds_config.read(ROOT / study.ds_config)
+    for data in dict.fromkeys(run.recipe.data for run in runs):
+        prefixes: list[str | Path | None] = [*data.prefixes, *data.validation_prefixes]
+        if data.blend is not None:
+            blend = load_blend(ROOT / data.blend)
+            prefixes += [prefix for entry in blend.entries for prefix in (entry.train, entry.validation)]
+        if not prefixes:
+            raise UserError(
+                f"study {study.name}: data.prefixes is empty; name the datasets, as data: in its recipe:"
+            )
+        for prefix in filter(None, prefixes):
+            check_dataset(ROOT / prefix)
 
 
 def reserved(run_dir: Path) -> AbstractContextManager[None]:
