@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_prep.cli import CommandParser, open_console, run
-from data_prep.errors import UserError
 
 
 def build_parser() -> CommandParser:
@@ -84,10 +83,8 @@ def plan(options) -> None:
     folder = options.runs_dir / study.name
     runs = study.matching(options.only, runner.tuned_tries(study, folder))
     open_console().print(report.plan_table(study, runs))
-    try:
-        runner.check_inputs(study, runs)
-    except UserError as error:  # a plan may be made before there are data
-        print(f"before these can run: {error}")
+    for lack in runner.lacking(study, folder, runs):  # a plan may be made before there are data
+        print(f"before these can run: {lack}")
     if options.slurm is not None:
         due = [each for each in runs if not runner.finished(each, folder / each.name)]
         able = [each for each in due if runner.obstacle_to(each, folder / each.name) is None]

@@ -154,11 +154,12 @@ def test_replicas_stay_bitwise_equal(two_ranks, zero, sequence_parallel):
 def test_memory_does_not_grow_over_200_steps(two_ranks):
     """A graph or a batch that each step leaves behind would be 50 KB or more, in every stretch of 50 steps.
 
-    Memory that the allocator or a library takes at some one step is none: it is in one stretch, as an arena of a
-    thread that works for the first time. Before step 100 there is much of it.
+    What an allocator or a library takes at some one step, say for a thread that works for the first time, is none:
+    the stretch that grows most does not count. Before step 100 there is much of it.
     """
     marks = range(100, 301, 50)
     for sizes in two_ranks.run(memory_run, Case(tp=2, zero="zero2", accumulation=2), marks):
         tensors, resident = zip(*sizes, strict=True)
         assert len(set(tensors)) == 1
-        assert min(later - earlier for earlier, later in pairwise(resident)) < 50 * 25_000
+        growth = sorted(later - earlier for earlier, later in pairwise(resident))
+        assert sum(growth[:-1]) < 150 * 20_000

@@ -36,7 +36,7 @@ from leviathan_ds.studies.comparison import Comparison
 from leviathan_ds.studies.fits import PowerLaw, equivalent, fit_dense, fit_power_law, tokens_to_reach
 from leviathan_ds.studies.report import CAPTIONS
 from leviathan_ds.studies.runner import EVALUATION, MEASURES
-from leviathan_ds.studies.study import Run, Study, layers_for, load
+from leviathan_ds.studies.study import Run, Study, layers_for, load, merged
 from tests.study_runs import STUDY, finish, finish_all, write_study
 
 ROOT = Path(__file__).parents[1]
@@ -172,17 +172,12 @@ def test_the_papers_studies_are_the_recipes():
 
 
 def test_a_study_upon_another_one_says_only_what_differs(tmp_path):
-    base = write_study(tmp_path)
-    path = tmp_path / "upon.yaml"
-
-    def upon(**values: Any) -> Study:
-        path.write_text(yaml.safe_dump({"base": str(tmp_path / "planted.yaml"), **values}))
-        return load(path)
-
+    base = write_study(tmp_path, note="of the base")
     arms = {"leviathan": {"training": {"generator_lr_scale": 0.1}}, "other": {"model": {"embedding": "leviathan"}}}
     sizes = {"d64": {"model": {"num_layers": 3}}}
     grid = {"iso_body": {"arms": ["leviathan", "other"], "sizes": ["d64"]}}
-    study = upon(recipe={"training": {"lr": 5e-3}}, arms=arms, sizes=sizes, experiments=grid)
+    values = {"recipe": {"training": {"lr": 5e-3}}, "arms": arms, "sizes": sizes, "experiments": grid}
+    study = upon(tmp_path, tmp_path / "planted.yaml", **values)
     ours, other = study.runs()
     (theirs,) = base.runs({("leviathan", "d64"): "lr0.001"}, "iso_body/leviathan-d64-s1")
     assert recipes.differences(theirs.recipe, ours.recipe) == {
@@ -194,15 +189,40 @@ def test_a_study_upon_another_one_says_only_what_differs(tmp_path):
     assert other.recipe.training.generator_lr_scale == 1.0
     assert (study.name, study.note, study.tokens) == ("upon", "", base.tokens)
     assert list(study.sizes) == list(base.sizes)
-    with pytest.raises(UserError, match=r"study .*upon.yaml: experiments is missing"):
-        upon()
-    with pytest.raises(UserError, match=r"study .*upon.yaml: base must be the path of a study file, got 3"):
-        upon(base=3)
-    with pytest.raises(UserError, match=r"study nowhere\.yaml: No such file"):
-        upon(base="nowhere.yaml")
+
+
+def upon(folder: Path, base: Any, **values: Any) -> Study:
+    path = folder / "upon.yaml"
+    path.write_text(yaml.safe_dump({"base": str(base) if isinstance(base, Path) else base, **values}))
+    return load(path)
+
+
+def test_a_base_may_name_recipe_files_and_a_name_with_nothing_behind_it_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the base is found in the project
+    grid = {"iso_body": {"arms": ["dense_tied"], "sizes": ["60m"]}}
+    changes = {"sizes": {"60m": {"training": {"warmup_steps": 7}}}, "arms": {"dense_tied": None}}
+    (run,) = upon(tmp_path, "studies/paper_v1.yaml", experiments=grid, **changes).runs()
+    (theirs,) = load(ROOT / "studies" / "paper_v1.yaml").runs(pattern="iso_body/dense_tied-60m-s1")
+    before = theirs.recipe.training.warmup_steps
+    assert recipes.differences(theirs.recipe, run.recipe) == {"training.warmup_steps": (before, 7)}
+
+
+def test_mistakes_in_a_base_are_named(tmp_path):
+    write_study(tmp_path)
     (tmp_path / "middle.yaml").write_text("base: root.yaml\n")
-    with pytest.raises(UserError, match=r"base .*middle.yaml has a base itself; name that one, root.yaml"):
-        upon(base=str(tmp_path / "middle.yaml"))
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(STUDY | {"tokens": -3}))
+    for base, message in (
+        (3, "base must be the path of a study file, got 3"),
+        ("", "base must be the path of a study file, got ''"),
+        ("nowhere.yaml", "base: study nowhere.yaml: No such file"),
+        (tmp_path, f"base: study {tmp_path}: Is a directory"),
+        (tmp_path / "middle.yaml", "middle.yaml has a base itself; name a study without one"),
+        (tmp_path / "upon.yaml", "upon.yaml has a base itself"),
+        (tmp_path / "wrong.yaml", f"base: study {tmp_path / 'wrong.yaml'}: tokens must be a whole number"),
+        (tmp_path / "planted.yaml", "experiments is missing or no mapping; .* are not taken from a base"),
+    ):
+        with pytest.raises(UserError, match=rf"^study {tmp_path / 'upon.yaml'}: .*{message}"):
+            upon(tmp_path, base)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +256,20 @@ def test_a_study_upon_another_one_says_only_what_differs(tmp_path):
         ({"arms": {"a": {"model": None}}}, "arms.a must be a mapping of sections"),
         ({"experiments": {"learning_rate": {}}}, "learning_rate.variants sets no training.lr"),
         ({"experiments": {"learning_rate": {"variants": {"a": None}}}}, "variants.a sets no training.lr"),
+        (
+            {"experiments": {"learning_rate": {"variants": {"a": {"training": {"lr": 1e-3}, "model": {}}}}}},
+            "variants.a sets model; a try may set keys of training alone",
+        ),
+        (
+            {
+                "experiments": {
+                    "learning_rate": {"variants": {"a": {"training": {"lr": 1e-3, "warmup_steps": 30}}}},
+                    "iso_body": {"tokens": 2_560},
+                }
+            },
+            "learning_rate.variants.a: tokens = 2,560 make 10 steps: training.warmup_steps = 30 exceeds",
+        ),
+        ({"ds_config": 3}, "ds_config must be text, got 3"),
         ({"keep_checkpoints": "iso_body"}, "keep_checkpoints must be a list, got 'iso_body'"),
         ({"keep_checkpoints": ["isobody"]}, "keep_checkpoints names 'isobody', not among 'learning_rate'"),
         ({"experiments": {"iso_body": {"seed": 1}}}, "unknown key experiments.iso_body.seed"),
@@ -268,6 +302,7 @@ def test_a_study_is_the_same_from_any_folder(tmp_path, monkeypatch):
     write_study(tmp_path, experiments={"iso_body": {"arms": ["leviathan"], "sizes": ["d32"]}})
     started = []
     monkeypatch.setattr(runner, "execute", lambda command, log: started.append(command) or 1)
+    monkeypatch.setattr(runner, "lacking", lambda *_: [])
     assert launcher.main(["run", "planted.yaml", "--runs_dir", "runs"]) == 1
     options = dict(zip(started[0][:-1], started[0][1:], strict=True))
     assert options["--run_dir"] == str(tmp_path / "runs" / "planted" / "iso_body" / "leviathan-d32-s1")
@@ -521,6 +556,31 @@ def test_a_best_rate_at_an_end_is_told(tmp_path, monkeypatch):
     assert "No arm's best rate is at an end" in page_of(tmp_path), "a try beyond it diverged"
 
 
+def test_tries_of_one_rate_that_differ_elsewhere_are_told_apart(tmp_path):
+    """The best rate, with the better warmup, is at the end; by the mean over warmups none is better."""
+    tries = {
+        f"lr{lr}_w{warmup}": {"training": {"lr": lr, "warmup_steps": warmup}}
+        for lr in (1e-3, 3e-3, 9e-3)
+        for warmup in (1, 5)
+    }
+    grid = {"learning_rate": {"arms": ["leviathan", "dense_tied"], "sizes": ["d64"], "variants": tries}}
+    recipe = merged(STUDY["recipe"], {"training": {"generator_lr_scale": 0.3}})
+    study = write_study(tmp_path, experiments=grid, recipe=recipe)
+
+    def loss(run: Run) -> float:
+        training = run.recipe.training
+        return 5.0 - 100 * training.lr if training.warmup_steps == 5 else 4.5 + 100 * training.lr
+
+    finish_all(study, tmp_path / "runs" / "planted", loss)
+    assert "**leviathan at d64: the best rate, 0.009, is at an end of the tries.**" in page_of(tmp_path)
+    comparison = Comparison.read(tmp_path / "results" / "planted")
+    scales = {(row["arm"], row["input_lr_scale"]) for row in comparison.runs}
+    assert scales == {("leviathan", 0.3), ("dense_tied", 1.0)}, "that of each one's own input"
+    (panel,) = figures.learning_rate(comparison).axes
+    for drawn in panel.containers:
+        assert list(drawn.lines[0].get_ydata()) == pytest.approx([4.6, 4.7, 4.1])
+
+
 FACTORS = {
     f"lr{lr}_x{factor}": {"training": {"lr": lr, "table_lr_scale": factor, "generator_lr_scale": factor}}
     for lr in (1e-3, 3e-3, 9e-3)
@@ -610,7 +670,7 @@ def test_without_results_the_way_out_is_named(tmp_path, capsys):
 @pytest.fixture
 def iso_body(tmp_path, monkeypatch):
     """A study of two runs without tuning, and its folder; its data are not looked for."""
-    monkeypatch.setattr(runner, "check_dataset", lambda prefix: None)
+    monkeypatch.setattr(runner, "lacking", lambda *_: [])
     grid = {"iso_body": {"arms": ["dense_tied", "leviathan"], "sizes": ["d32"]}}
     return write_study(tmp_path, experiments=grid), tmp_path / "runs"
 
@@ -651,16 +711,23 @@ def test_what_all_runs_lack_is_said_before_the_first_one(tmp_path, monkeypatch, 
         assert launcher.main(["plan", study, "--runs_dir", str(tmp_path)]) == 0
         assert f"before these can run: {what}" in capsys.readouterr().out
         assert launcher.main(["run", study, "--runs_dir", str(tmp_path)]) == 2
-        assert what in capsys.readouterr().err
+        first = capsys.readouterr().err
+        assert what in first or "more, which `study.py plan` names)" in first
 
     def of(**data: Any) -> dict[str, Any]:
         return STUDY["recipe"] | {"data": {"sequence_length": 64} | data}
 
     refused(f"{ROOT / 'text.idx'}: no such file; prepare the dataset")
     refused(f"{ROOT / 'here.idx'}: no such file", recipe=of(validation_prefixes=["here"]))
-    refused(f"{tmp_path / 'a.train.idx'}: no such file", recipe=of(blend=str(blend)))
+    refused(f"{tmp_path / 'a.validation.idx'}: no such file", recipe=of(blend=str(blend)))
     refused("study planted: data.prefixes is empty", recipe=of())
+    refused(f"{tmp_path / 'none.yaml'}: No such file", recipe=of(blend=str(tmp_path / "none.yaml")))
     refused(f"ds_config {ROOT / 'none.json'}: No such file", ds_config="none.json")
+    (run,) = load(Path(study)).runs()
+    finish(run, tmp_path / "planted" / run.name, 3.0)
+    assert launcher.main(["run", study, "--runs_dir", str(tmp_path)]) == 0, "what has ended lacks nothing"
+    assert launcher.main(["plan", study, "--runs_dir", str(tmp_path)]) == 0
+    assert "before these can run" not in capsys.readouterr().out
 
 
 def test_a_run_of_another_recipe_is_not_taken_for_this_one(iso_body, tmp_path, monkeypatch):

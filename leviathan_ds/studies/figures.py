@@ -277,14 +277,20 @@ def learning_rate(comparison: Comparison) -> Any:
         for arm in arms:
             rows = comparison.of("learning_rate", arm, size)
             rows = [row for row in rows if factor in (None, row["input_lr_scale"])]
-            rates = sorted({row["lr"] for row in rows})
-            groups = [[row["val_loss"] for row in rows if row["lr"] == rate] for rate in rates]
-            if groups:
-                _points(axis, rates, groups, _style_of(arm, arms), arm)
+            tried = [[row for row in rows if row["variant"] == name] for name in {row["variant"] for row in rows}]
+            best: dict[float, list[float]] = {}  # where tries of one rate differ in something else
+            for group in sorted(tried, key=lambda group: -np.mean([row["val_loss"] for row in group])):
+                best[group[0]["lr"]] = [row["val_loss"] for row in group]
+            if best:
+                rates = sorted(best)
+                _points(axis, rates, [best[rate] for rate in rates], _style_of(arm, arms), arm)
         title = size if factor is None else f"{size}, input × {factor:g}"
         axis.set(title=title, xscale="log", xlabel="learning rate")
     axes[0].set_ylabel("validation loss, nats per token")
-    axes[0].legend()
+    drawn = {}  # a panel may lack an arm
+    for axis in axes:
+        drawn |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    axes[0].legend(drawn.values(), drawn)
     return figure
 
 

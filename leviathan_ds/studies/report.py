@@ -220,15 +220,17 @@ def _edges(comparison: Comparison) -> str:
     found = []
     for size in comparison.sizes("learning_rate"):
         for arm in comparison.arms("learning_rate"):
-            losses: dict[tuple[float, float], list[float]] = {}
-            for row in comparison.of("learning_rate", arm, size, "ended"):
+            rows = comparison.of("learning_rate", arm, size, "ended")
+            losses: dict[str, list[float]] = {}
+            for row in rows:
                 loss = row["val_loss"] if row["status"] == results.DONE else math.inf
-                losses.setdefault((row["lr"], row["input_lr_scale"]), []).append(loss)
+                losses.setdefault(row["variant"], []).append(loss)
             if not losses:
                 continue
-            best = min(losses, key=lambda rates: statistics.fmean(losses[rates]))
-            for index, name in enumerate(("rate", "factor of the input")):
-                value, tried = best[index], {rates[index] for rates in losses}
+            best = min(losses, key=lambda variant: statistics.fmean(losses[variant]))
+            for name, key in (("rate", "lr"), ("factor of the input", "input_lr_scale")):
+                by_variant = {row["variant"]: row[key] for row in rows}
+                value, tried = by_variant[best], set(by_variant.values())
                 if value in (min(tried), max(tried)) and (name == "rate" or len(tried) > 1):
                     found.append(f"**{arm} at {size}: the best {name}, {value:g}, is at an end of the tries.**")
     return "\n\n".join(found) or "No arm's best rate is at an end of the tries."

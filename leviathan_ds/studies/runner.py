@@ -35,10 +35,12 @@ def run_study(study: Study, folder: Path, pattern: str, say: Say) -> int:
     """Train and measure the runs whose names match that are not done yet, going on after one that fails.
 
     A run that another process trains or measures is left to that one. Returns 0 if none failed, 1 if some did or
-    could not start, EXIT_STOPPED after a signal. Raises UserError before the first one where `check_inputs` does.
+    could not start, EXIT_STOPPED after a signal. Raises UserError before the first one where runs lack something.
     """
     runs = study.matching(pattern)
-    check_inputs(study, [run for run in runs if not finished(run, folder / run.name)])
+    if lacks := lacking(study, folder, runs):
+        more = f" (and {len(lacks) - 1} more, which `study.py plan` names)" if len(lacks) > 1 else ""
+        raise UserError(lacks[0] + more)
     names = [run.name for run in runs]
     troubles, elsewhere = [], []
     for number, name in enumerate(names, 1):
@@ -74,24 +76,34 @@ def run_study(study: Study, folder: Path, pattern: str, say: Say) -> int:
     return 1 if troubles else 0
 
 
-def check_inputs(study: Study, runs: Sequence[Run]) -> None:
-    """Look for what runs read, of which each would otherwise find out for itself, half a minute after its start.
+def lacking(study: Study, folder: Path, runs: Sequence[Run]) -> list[str]:
+    """What of that which unfinished runs read is not there, a line each: the ds_config, datasets.
 
-    Raises UserError naming the file.
+    Each run would find out for itself, half a minute after its start.
     """
-    if runs:
-        ds_config.read(ROOT / study.ds_config)
-    for data in dict.fromkeys(run.recipe.data for run in runs):
+    due = [run for run in runs if not finished(run, folder / run.name)]
+    found = [_mistake(ds_config.read, ROOT / study.ds_config)] if due else []
+    for data in dict.fromkeys(run.recipe.data for run in due):
         prefixes: list[str | Path | None] = [*data.prefixes, *data.validation_prefixes]
         if data.blend is not None:
-            blend = load_blend(ROOT / data.blend)
-            prefixes += [prefix for entry in blend.entries for prefix in (entry.train, entry.validation)]
+            try:
+                entries = load_blend(ROOT / data.blend).entries
+            except UserError as error:
+                found.append(str(error))
+                continue
+            prefixes += [prefix for entry in entries for prefix in (entry.train, entry.validation)]
         if not prefixes:
-            raise UserError(
-                f"study {study.name}: data.prefixes is empty; name the datasets, as data: in its recipe:"
-            )
-        for prefix in filter(None, prefixes):
-            check_dataset(ROOT / prefix)
+            found.append(f"study {study.name}: data.prefixes is empty; name the datasets in its recipe:")
+        found += [_mistake(check_dataset, ROOT / prefix) for prefix in prefixes if prefix is not None]
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def _mistake(check: Callable[[Path], object], path: Path) -> str | None:
+    try:
+        check(path)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def reserved(run_dir: Path) -> AbstractContextManager[None]:

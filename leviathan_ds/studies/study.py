@@ -205,14 +205,11 @@ def load(path: Path) -> Study:
     values = _values(path)
     if "base" in values:
         values = _upon_its_base(values, path)
+        expected += "; experiments are not taken from a base"
     for key in ("recipe", "sizes", "arms", "experiments"):
         if not isinstance(values.get(key), dict) or not values[key]:
             raise UserError(f"study {path}: {key} is missing or no mapping; {expected}")
-    sizes = {
-        name: recipes.read_recipe_file(_from_here_or_the_project(size)) if isinstance(size, str) else size
-        for name, size in values.pop("sizes").items()
-    }
-    sizes, arms = _by_name(sizes, path, "sizes"), _by_name(values.pop("arms"), path, "arms")
+    sizes, arms = (_by_name(values.pop(key), path, key) for key in ("sizes", "arms"))
     experiments = {}
     for kind, grid in values.pop("experiments").items():
         if kind not in KINDS:
@@ -227,8 +224,9 @@ def load(path: Path) -> Study:
             raise UserError(f"study {path}: cluster.{key} must be a number above zero, got {value!r}")
     for key in ("tokens", "world_size"):
         _whole_number(values, key, path)
-    if not isinstance(values.get("note", ""), str):
-        raise UserError(f"study {path}: note must be text, got {values['note']!r}")
+    for key in ("note", "ds_config"):
+        if not isinstance(values.get(key, ""), str):
+            raise UserError(f"study {path}: {key} must be text, got {values[key]!r}")
     if "keep_checkpoints" in values:  # of no others: a mistake here would cost checkpoints
         values["keep_checkpoints"] = _several(
             values["keep_checkpoints"], path, "keep_checkpoints", KINDS, may_be_empty=True
@@ -238,6 +236,7 @@ def load(path: Path) -> Study:
     )
     try:
         names = [run.name for run in study.runs()]  # their recipes are checked, too
+        _check_tries(study)
     except UserError as error:
         raise UserError(f"study {path}: {error}") from None
     if twice := {name for name in names if names.count(name) > 1}:
@@ -253,18 +252,47 @@ def _values(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"study {path}: {error}") from None
     _known(values, {each.name for each in fields(Study)} - {"name"} | {"base"}, path, "")
+    for key in ("sizes", "arms"):
+        if isinstance(values.get(key), dict):  # a name with nothing behind it changes nothing
+            values[key] = {
+                name: recipes.read_recipe_file(_from_here_or_the_project(sections))
+                if isinstance(sections, str) and key == "sizes"
+                else ({} if sections is None else sections)
+                for name, sections in values[key].items()
+            }
     return values
 
 
 def _upon_its_base(values: dict[str, Any], path: Path) -> dict[str, Any]:
     """A study's values over those of the study that it names, whose experiments and note are its own affair."""
     base = values.pop("base")
-    if not isinstance(base, str):
+    if not isinstance(base, str) or not base:
         raise UserError(f"study {path}: base must be the path of a study file, got {base!r}")
-    under = _values(_from_here_or_the_project(base))
-    if "base" in under:
-        raise UserError(f"study {path}: base {base} has a base itself; name that one, {under['base']}")
+    try:
+        under = _values(_from_here_or_the_project(base))
+        if "base" in under:
+            raise UserError(f"{base} has a base itself; name a study without one")
+        load(_from_here_or_the_project(base))  # that its own mistakes are not laid at this one's door
+    except UserError as error:
+        raise UserError(f"study {path}: base: {error}") from None
     return merged({key: value for key, value in under.items() if key not in ("experiments", "note")}, values)
+
+
+def _check_tries(study: Study) -> None:
+    """Whether what a try of the tuning sets suits the other experiments, whose budgets may be smaller.
+
+    Now, and not when all of them are trained. Raises UserError.
+    """
+    if (tuning := study.experiments.get("learning_rate")) is None:
+        return
+    for name in tuning.variants:
+        best = {(arm, size): name for arm in tuning.arms for size in tuning.sizes}
+        for kind, grid in study.experiments.items():
+            arm, size, variant, seed = grid.arms[0], grid.sizes[0], next(iter(grid.variants)), grid.seeds[0]
+            try:
+                next(study.runs(best, run_name(kind, arm, size, variant, seed)))
+            except UserError as error:
+                raise UserError(f"experiments.learning_rate.variants.{name}: {error}") from None
 
 
 def _experiment(
@@ -287,9 +315,11 @@ def _experiment(
         _several([experiment.match_arm], path, f"{place}.match_arm", arms)
     if kind == "learning_rate":
         for name, sections in experiment.variants.items():
+            which = f"{place}.variants.{name}" if name else f"{place}.variants"
             if "lr" not in sections.get("training", {}):
-                which = f"variants.{name}" if name else "variants"
-                raise UserError(f"study {path}: {place}.{which} sets no training.lr, the rate to try")
+                raise UserError(f"study {path}: {which} sets no training.lr, the rate to try")
+            if others := set(sections) - {"training"}:
+                raise UserError(f"study {path}: {which} sets {min(others)}; a try may set keys of training alone")
     return experiment
 
 
