@@ -263,35 +263,46 @@ def frequency(comparison: Comparison) -> Any:
 def learning_rate(comparison: Comparison) -> Any:
     """Final loss by learning rate, for each arm the same number of tries.
 
-    Where tries differ in the factor on the input embedding's rate as well, a panel each.
+    Where tries differ in the factor on the input embedding's rate as well: by that factor, a panel each arm.
     """
     tries, arms = comparison.of("learning_rate"), comparison.arms("learning_rate")
     if not tries:
         return None
-    factors: list[float | None] = [None]
-    if any(len({row["input_lr_scale"] for row in tries if row["arm"] == arm}) > 1 for arm in arms):
-        factors = sorted({row["input_lr_scale"] for row in tries})
-    panels = [(size, factor) for size in comparison.sizes("learning_rate") for factor in factors]
-    figure, axes = _panels(len(panels), _WIDTH if len(panels) < 3 else 3.0, sharey=True)
-    for axis, (size, factor) in zip(axes, panels, strict=True):
-        for arm in arms:
-            rows = comparison.of("learning_rate", arm, size)
-            rows = [row for row in rows if factor in (None, row["input_lr_scale"])]
-            tried = [[row for row in rows if row["variant"] == name] for name in {row["variant"] for row in rows}]
-            best: dict[float, list[float]] = {}  # where tries of one rate differ in something else
-            for group in sorted(tried, key=lambda group: -np.mean([row["val_loss"] for row in group])):
-                best[group[0]["lr"]] = [row["val_loss"] for row in group]
-            if best:
-                rates = sorted(best)
-                _points(axis, rates, [best[rate] for rate in rates], _style_of(arm, arms), arm)
-        title = size if factor is None else f"{size}, input × {factor:g}"
-        axis.set(title=title, xscale="log", xlabel="learning rate")
+    sizes = comparison.sizes("learning_rate")
+    several = any(len({row["input_lr_scale"] for row in tries if row["arm"] == arm}) > 1 for arm in arms)
+    panels = [(size, arm) for size in sizes for arm in arms] if several else [(size, None) for size in sizes]
+    figure, axes = _panels(len(panels), _WIDTH if len(panels) < 3 else 3.6, sharey=several)
+    for axis, (size, arm) in zip(axes, panels, strict=True):
+        rows = comparison.of("learning_rate", arm, size)
+        if arm is None:
+            for each in arms:
+                _tries(axis, [row for row in rows if row["arm"] == each], "lr", _style_of(each, arms), each)
+            axis.set(title=size, xlabel="learning rate")
+        else:
+            for number, rate in enumerate(sorted({row["lr"] for row in tries})):
+                of_rate = [row for row in rows if row["lr"] == rate]
+                _tries(axis, of_rate, "input_lr_scale", _style(number), f"learning rate {rate:g}")
+            axis.set(title=f"{arm}, {size}", xlabel="factor on the input embedding's rate")
+        axis.set_xscale("log")
+        if several:
+            axis.xaxis.set_major_formatter("{x:g}")
+    best, worst = (found(row["val_loss"] for row in tries) for found in (min, max))
+    if several and worst > best + 2:  # what is that bad is not to be read, and the rest is
+        axes[0].set_ylim(best - 0.1, best + 2)
     axes[0].set_ylabel("validation loss, nats per token")
-    drawn = {}  # a panel may lack an arm
-    for axis in axes:
-        drawn |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    axes[0].legend(drawn.values(), drawn)
+    axes[0].legend()
     return figure
+
+
+def _tries(axis: Any, rows: Sequence[Row], key: str, style: dict[str, Any], label: str) -> None:
+    """Losses by one thing that was tried; where tries are alike in it, the best of them."""
+    by_variant = [[row for row in rows if row["variant"] == name] for name in {row["variant"] for row in rows}]
+    best: dict[float, list[float]] = {}
+    for group in sorted(by_variant, key=lambda group: -np.mean([row["val_loss"] for row in group])):
+        best[group[0][key]] = [row["val_loss"] for row in group]
+    if best:
+        x = sorted(best)
+        _points(axis, x, [best[each] for each in x], style, label)
 
 
 def ablation(comparison: Comparison) -> Any:
