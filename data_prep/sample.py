@@ -1,5 +1,6 @@
 """The real text that ships with the project (data_prep/sample_corpus/SOURCES.md says where it is from)."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -10,6 +11,11 @@ def sample_corpus_path() -> Path:
 
 DEMO_PREFIX = Path("data/demo/sample")
 _DEMO_VOCAB_SIZE = 8192
+
+
+def is_demo(prefixes: Sequence[str]) -> bool:
+    """Whether these are the data that launchers/pretrain.py prepares itself when they are not there."""
+    return tuple(prefixes) == (str(DEMO_PREFIX),)
 
 
 def prepare_demo() -> None:

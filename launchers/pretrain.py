@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data_prep.errors import UserError
 from data_prep.files import locked
-from data_prep.sample import DEMO_PREFIX, prepare_demo
+from data_prep.sample import DEMO_PREFIX, is_demo, prepare_demo
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.parallel.launch import (
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
     from leviathan_ds.parallel import topology
     from leviathan_ds.training import job, loop
 
-    if recipe.data.prefixes == (str(DEMO_PREFIX),):
+    if is_demo(recipe.data.prefixes):
         # Mistakes come to light before the minutes of preparing.
         job.check_configuration(recipe, Path(options.ds_config), environment.world_size)
         with locked(DEMO_PREFIX.with_name("prepare.lock")):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -733,6 +734,17 @@ def test_what_all_runs_lack_is_said_before_the_first_one(tmp_path, monkeypatch, 
     assert launcher.main(["run", study, "--runs_dir", str(tmp_path)]) == 0, "what has ended lacks nothing"
     assert launcher.main(["plan", study, "--runs_dir", str(tmp_path)]) == 0
     assert "before these can run" not in capsys.readouterr().out
+
+
+def test_the_data_that_training_prepares_are_not_lacked(tmp_path, monkeypatch):
+    """In a clean clone there is no data/demo/sample, and smoke.yaml runs."""
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    shutil.copytree(ROOT / "ds_configs", tmp_path / "ds_configs")
+    study = load(ROOT / "studies" / "smoke.yaml")
+    assert runner.lacking(study, tmp_path, list(study.runs())) == []
+    study = write_study(tmp_path, recipe=STUDY["recipe"] | {"data": {"prefixes": ["data/demo/other"]}})
+    (lack,) = runner.lacking(study, tmp_path, list(study.runs()))
+    assert lack.startswith(f"{tmp_path / 'data/demo/other.idx'}: no such file")
 
 
 def test_a_run_of_another_recipe_is_not_taken_for_this_one(iso_body, tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from typing import Any
 from data_prep.blend import load_blend
 from data_prep.errors import UserError
 from data_prep.indexed import check_dataset
+from data_prep.sample import is_demo
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.parallel import ds_config
@@ -84,7 +85,8 @@ def lacking(study: Study, folder: Path, runs: Sequence[Run]) -> list[str]:
     due = [run for run in runs if not finished(run, folder / run.name)]
     found = [_mistake(ds_config.read, ROOT / study.ds_config)] if due else []
     for data in dict.fromkeys(run.recipe.data for run in due):
-        prefixes: list[str | Path | None] = [*data.prefixes, *data.validation_prefixes]
+        prefixes: list[str | Path | None] = [*data.validation_prefixes]
+        prefixes += [] if is_demo(data.prefixes) else data.prefixes
         if data.blend is not None:
             try:
                 entries = load_blend(ROOT / data.blend).entries
@@ -92,7 +94,7 @@ def lacking(study: Study, folder: Path, runs: Sequence[Run]) -> list[str]:
                 found.append(str(error))
                 continue
             prefixes += [prefix for entry in entries for prefix in (entry.train, entry.validation)]
-        if not prefixes:
+        elif not data.prefixes:
             found.append(f"study {study.name}: data.prefixes is empty; name the datasets in its recipe:")
         found += [_mistake(check_dataset, ROOT / prefix) for prefix in prefixes if prefix is not None]
     return list(dict.fromkeys(filter(None, found)))
