@@ -223,7 +223,11 @@ def _optimizer_group(recipe: Recipe, tensor: _Tensor) -> tuple[float, float]:
     """Weight decay and learning-rate scale: what tells `registry.optimizer_groups` apart."""
     training = recipe.training
     decays = tensor.decayed or (tensor.module == "generator" and training.decay_generator_vectors)
-    scales = {"generator": training.generator_lr_scale, "table": training.table_lr_scale}
+    scales = {
+        "generator": training.generator_lr_scale,
+        "table": training.table_lr_scale,
+        "head": training.head_lr_scale,
+    }
     return (training.weight_decay if decays else 0.0, scales.get(tensor.module, 1.0))
 
 

@@ -246,6 +246,8 @@ class TrainingConfig:
     table_lr_scale: float = 1.0
     """Multiplies the learning rate of a dense model's input table, where tied that of the head as well: what
     generator_lr_scale is to a generator, so that a comparison can tune both."""
+    head_lr_scale: float = 1.0
+    """Multiplies the learning rate of an untied output head; a tied one has its table's."""
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
@@ -270,7 +272,7 @@ class TrainingConfig:
         )
         _require(self.lr > 0, "training.lr must be positive")
         _require(0 <= self.min_lr <= self.lr, "training.min_lr must lie between 0 and training.lr, ends included")
-        for name in ("weight_decay", "clip_grad", "generator_lr_scale", "table_lr_scale"):
+        for name in ("weight_decay", "clip_grad", "generator_lr_scale", "table_lr_scale", "head_lr_scale"):
             _require(getattr(self, name) >= 0, f"training.{name} must not be negative")
         for name in ("adam_beta1", "adam_beta2"):
             _require(0 <= getattr(self, name) < 1, f"training.{name} must be at least 0 and below 1")

@@ -73,6 +73,7 @@ class Case:
                 loss_chunk_tokens=24,
                 generator_lr_scale=0.5,
                 table_lr_scale=0.7,
+                head_lr_scale=1.2,
             ),
         )
 

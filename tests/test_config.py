@@ -127,6 +127,7 @@ BAD_VALUES: list[tuple[type, dict[str, Any], str]] = [
             "clip_grad",
             "generator_lr_scale",
             "table_lr_scale",
+            "head_lr_scale",
             "adam_beta1",
             "adam_beta2",
         )

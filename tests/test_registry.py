@@ -140,11 +140,15 @@ def groups_by_name(model: nn.Module, training: TrainingConfig) -> dict[str, tupl
 def test_decay_and_learning_rate_scale_of_every_parameter(decay_vectors: bool) -> None:
     vectors = ("codebooks", "norm_weight", "norm_bias")
     training = TrainingConfig(
-        weight_decay=0.25, decay_generator_vectors=decay_vectors, generator_lr_scale=3.0, table_lr_scale=0.5
+        weight_decay=0.25,
+        decay_generator_vectors=decay_vectors,
+        generator_lr_scale=3.0,
+        table_lr_scale=0.5,
+        head_lr_scale=2.0,
     )
     for name, (decay, scale) in groups_by_name(build("leviathan"), training).items():
         generator = "generator" in name
-        assert scale == (3.0 if generator else 1.0), name
+        assert scale == (3.0 if generator else 2.0 if name == "output_layer.weight" else 1.0), name
         if name.endswith("layernorm.weight"):
             assert decay == 0.0, name
         elif generator and name.endswith(vectors):
@@ -153,13 +157,16 @@ def test_decay_and_learning_rate_scale_of_every_parameter(decay_vectors: bool) -
             assert decay == 0.25, name
 
 
-def test_dense_models_have_two_groups_and_a_third_for_a_table_of_another_rate() -> None:
+def test_dense_models_have_two_groups_and_more_for_a_table_or_a_head_of_another_rate() -> None:
     for embedding in ("dense_tied", "dense_untied"):
         found = groups_by_name(build(embedding), TrainingConfig(weight_decay=0.1, generator_lr_scale=3.0))
         assert set(found.values()) == {(0.0, 1.0), (0.1, 1.0)}
         scaled = groups_by_name(build(embedding), TrainingConfig(weight_decay=0.1, table_lr_scale=0.5))
         assert {name for name, (_, scale) in scaled.items() if scale != 1} == {"embedding.word_embeddings.weight"}
         assert scaled["embedding.word_embeddings.weight"] == (0.1, 0.5)
+        scaled = groups_by_name(build(embedding), TrainingConfig(weight_decay=0.1, head_lr_scale=0.5))
+        heads = {"output_layer.weight"} if embedding == "dense_untied" else set()
+        assert {name for name, (_, scale) in scaled.items() if scale != 1} == heads, "a tied head is its table"
 
 
 @pytest.mark.parametrize("embedding", EMBEDDINGS)

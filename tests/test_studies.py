@@ -29,7 +29,7 @@ from launchers import study as launcher
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.accounting import count_parameters
-from leviathan_ds.config import ModelConfig
+from leviathan_ds.config import ModelConfig, TrainingConfig
 from leviathan_ds.data.audit import Audit
 from leviathan_ds.parallel.launch import EXIT_DIVERGED, EXIT_STOPPED
 from leviathan_ds.studies import figures, measure, results, runner, theorem
@@ -614,9 +614,9 @@ def test_a_try_may_set_more_than_the_rate_and_all_of_it_is_taken(tmp_path, monke
     assert rates == {(arm, *found) for arm, found in best.items()}
     assert re.search(r"\| d64 \| leviathan \| 64 × 2 \| .* \| 0.009 \| 0.0009 \|", page)
     assert re.findall(r"\*\*(.*) is at an end of the tries", page) == [
-        "dense_untied at d64: the best factor of the input, 10,",
+        "dense_untied at d64: the best factor of the input embedding, 10,",
         "leviathan at d64: the best rate, 0.009,",
-        "leviathan at d64: the best factor of the input, 0.1,",
+        "leviathan at d64: the best factor of the input embedding, 0.1,",
     ]
     panels = figures.learning_rate(Comparison.read(tmp_path / "results" / "planted")).axes
     assert [axis.get_title() for axis in panels] == [f"{arm}, d64" for arm in best]
@@ -626,6 +626,44 @@ def test_a_try_may_set_more_than_the_rate_and_all_of_it_is_taken(tmp_path, monke
         lowest = {label: points[points[:, 1].argmin()] for label, points in drawn.items()}
         assert tuple(lowest[f"learning rate {rates[0]:g}"]) == (rates[1], 4.0), arm
         assert all(len(points) == 3 for points in drawn.values())
+
+
+def test_an_arm_without_tries_keeps_its_own_rate(tmp_path):
+    grid = STUDY["experiments"]["learning_rate"] | {"arms": ["leviathan"]}
+    arms = STUDY["arms"] | {"dense_tied": {"model": {"embedding": "dense_tied"}, "training": {"lr": 7e-3}}}
+    study = write_study(tmp_path, experiments={"learning_rate": grid, "iso_body": {"sizes": ["d64"]}}, arms=arms)
+    tied, untied, leviathan = study.runs({}, "iso_body/*")
+    assert (tied.missing, tied.recipe.training.lr) == (None, 7e-3)
+    assert (untied.missing, untied.recipe.training.lr) == (None, TrainingConfig().lr)
+    assert leviathan.missing
+
+
+def test_tries_of_the_heads_rate_are_shown_by_its_factor_and_a_tied_one_has_its_tables(tmp_path, monkeypatch):
+    lr = 2e-3
+    tries = {f"head_x{factor}": {"training": {"lr": lr, "head_lr_scale": factor}} for factor in (0.5, 1.0, 2.0)}
+    arms = {"dense_tied": {"training": {"table_lr_scale": 10.0}}, "dense_untied": {}, "leviathan": {}}
+    arms = {arm: each | STUDY["arms"][arm] for arm, each in arms.items()}
+    grid = {"learning_rate": {"sizes": ["d64"], "variants": tries}, "iso_body": {"sizes": ["d64"]}}
+    study, folder = write_study(tmp_path, experiments=grid, arms=arms), tmp_path / "runs" / "planted"
+    best = {"dense_tied": 1.0, "dense_untied": 1.0, "leviathan": 2.0}
+    finish_all(study, folder, lambda run: 4 + abs(run.recipe.training.head_lr_scale - best[run.arm]))
+    monkeypatch.setattr(figures, "draw", lambda *_: ["loss", "learning_rate"])
+    page = page_of(tmp_path)
+    assert "**leviathan at d64: the best factor of the head, 2, is at an end of the tries.**" in page
+    assert not re.search("(tied|untied) at d64: the best factor", page)
+    rates = {
+        arm: re.search(rf"\| d64 \| {arm} \|.*?\| {lr:g} \| (\S+) \| (\S+) \|", page).groups()  # pyright: ignore
+        for arm in arms
+    }
+    assert rates == {
+        "dense_tied": (f"{10 * lr:g}", f"{10 * lr:g}"),
+        "dense_untied": (f"{lr:g}", f"{lr:g}"),
+        "leviathan": (f"{lr:g}", f"{2 * lr:g}"),
+    }
+    panels = figures.learning_rate(Comparison.read(tmp_path / "results" / "planted")).axes
+    assert panels[2].get_title() == "leviathan, d64"
+    assert panels[2].get_xlabel() == "factor on the head's rate"
+    assert [list(point) for point in panels[2].containers[0].lines[0].get_xydata()] == [[0.5, 5.5], [1, 5], [2, 4]]
 
 
 def test_tables_that_are_not_whole_are_refused_and_none_is_left_of_before(gaining, tmp_path, monkeypatch, capsys):

@@ -6,8 +6,10 @@ arguments, and the test gets the results in rank order.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -15,10 +17,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT_S = 300
+_PR_SET_PDEATHSIG = 1
 
 
 class WorkerPool:
-    """`size` processes joined in one torch.distributed world (gloo, one thread each)."""
+    """`size` processes joined in one torch.distributed world (gloo, one thread each).
+
+    They are stopped between calls: twenty threads of gloo in each wake a hundred times a second, and a session's twenty
+    ranks would take a core from whatever test runs.
+    """
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -37,6 +44,7 @@ class WorkerPool:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call a function on every rank; raises if any rank raised, died or did not answer."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((function, arguments))
         answers = []
@@ -47,10 +55,16 @@ class WorkerPool:
                     f"rank {rank} gave no answer to {function.__name__}{arguments} in {TIMEOUT_S} s"
                 )
             answers.append(pipe.recv())
+        self._signal(signal.SIGSTOP)
         failures = [f"rank {rank}:\n{text}" for rank, (failed, text) in enumerate(answers) if failed]
         if failures:
             raise RuntimeError("\n".join(failures))
         return [value for _, value in answers]
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            assert process.pid is not None
+            os.kill(process.pid, number)
 
     def close(self) -> None:
         for process in self._processes:
@@ -80,6 +94,7 @@ class WorkerPools:
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process does not see its pipe close
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

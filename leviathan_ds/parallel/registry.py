@@ -159,7 +159,11 @@ def group_names(names: Iterable[str], training: TrainingConfig) -> dict[tuple[fl
 
     Norm weights never decay; the generator's vectors (codebooks, LayerNorms) by the switch.
     """
-    scales = {"generator": training.generator_lr_scale, "embedding": training.table_lr_scale}
+    scales = {
+        "generator": training.generator_lr_scale,
+        "embedding": training.table_lr_scale,
+        "head": training.head_lr_scale,
+    }
     groups: dict[tuple[float, float], list[str]] = {}
     for name in names:
         rule = rule_for(name)

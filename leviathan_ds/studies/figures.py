@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 
 from leviathan_ds.studies.comparison import LEVIATHAN, TIED, UNTIED, Comparison, Outcomes
-from leviathan_ds.studies.results import Row
+from leviathan_ds.studies.results import FACTORS, Row
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -263,13 +263,15 @@ def frequency(comparison: Comparison) -> Any:
 def learning_rate(comparison: Comparison) -> Any:
     """Final loss by learning rate, for each arm the same number of tries.
 
-    Where tries differ in the factor on the input embedding's rate as well: by that factor, a panel each arm.
+    Where tries differ in a factor on the rate of a part as well: by the first such factor, a panel each arm.
     """
     tries, arms = comparison.of("learning_rate"), comparison.arms("learning_rate")
     if not tries:
         return None
     sizes = comparison.sizes("learning_rate")
-    several = any(len({row["input_lr_scale"] for row in tries if row["arm"] == arm}) > 1 for arm in arms)
+    tried = [(part, key, {(row["arm"], row[key]) for row in tries}) for part, key in FACTORS.items()]
+    part, factor = next(((part, key) for part, key, values in tried if len(values) > len(arms)), (None, ""))
+    several = part is not None
     panels = [(size, arm) for size in sizes for arm in arms] if several else [(size, None) for size in sizes]
     figure, axes = _panels(len(panels), _WIDTH if len(panels) < 3 else 3.6, sharey=several)
     for axis, (size, arm) in zip(axes, panels, strict=True):
@@ -281,8 +283,8 @@ def learning_rate(comparison: Comparison) -> Any:
         else:
             for number, rate in enumerate(sorted({row["lr"] for row in tries})):
                 of_rate = [row for row in rows if row["lr"] == rate]
-                _tries(axis, of_rate, "input_lr_scale", _style(number), f"learning rate {rate:g}")
-            axis.set(title=f"{arm}, {size}", xlabel="factor on the input embedding's rate")
+                _tries(axis, of_rate, factor, _style(number), f"learning rate {rate:g}")
+            axis.set(title=f"{arm}, {size}", xlabel=f"factor on the {part}'s rate")
         axis.set_xscale("log")
         if several:
             axis.xaxis.set_major_formatter("{x:g}")

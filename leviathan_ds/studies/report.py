@@ -130,10 +130,10 @@ def _runs_table(comparison: Comparison, kinds: Sequence[str]) -> str:
     groups: dict[tuple, list[Row]] = {}
     for row in comparison.runs:
         if row["kind"] in kinds:
-            key = (row["kind"], row["size"], row["arm"], row["variant"] or "", row["lr"], row["input_lr_scale"])
-            groups.setdefault(key, []).append(row)
+            rates = tuple(row["lr"] * scale for scale in (1, row["input_lr_scale"], row["head_lr_scale"]))
+            groups.setdefault((row["kind"], row["size"], row["arm"], row["variant"] or "", rates), []).append(row)
     lines = []
-    for (kind, size, arm, variant, lr, scale), rows in groups.items():
+    for (kind, size, arm, variant, rates), rows in groups.items():
         losses = [row["val_loss"] for row in rows]
         perplexity = math.exp(sum(losses) / len(losses))
         speed = sum(row["tokens_per_s"] for row in rows) / len(rows)
@@ -141,7 +141,7 @@ def _runs_table(comparison: Comparison, kinds: Sequence[str]) -> str:
         shape = f"{rows[0]['hidden_size']} × {rows[0]['num_layers']}"
         counts = [f"{rows[0][key]:,}" for key in ("parameters", "embedding_parameters")]
         numbers = [_mean_and_range(losses), f"{perplexity:.1f}", f"{speed:,.0f}", len(rows)]
-        lines.append([size, name, shape, *counts, f"{lr:g}", f"{lr * scale:g}", *numbers])
+        lines.append([size, name, shape, *counts, *(f"{rate:g}" for rate in rates), *numbers])
     head = [
         "size",
         "arm",
@@ -150,6 +150,7 @@ def _runs_table(comparison: Comparison, kinds: Sequence[str]) -> str:
         "of them embedding",
         "lr",
         "input lr",
+        "head lr",
         "loss",
         "perplexity",
         "tokens/s",
@@ -228,7 +229,9 @@ def _edges(comparison: Comparison) -> str:
             if not losses:
                 continue
             best = min(losses, key=lambda variant: statistics.fmean(losses[variant]))
-            for name, key in (("rate", "lr"), ("factor of the input", "input_lr_scale")):
+            own = [part for part in results.FACTORS if (part, rows[0]["embedding"]) != ("head", "dense_tied")]
+            factors = {f"factor of the {part}": results.FACTORS[part] for part in own}
+            for name, key in {"rate": "lr", **factors}.items():
                 by_variant = {row["variant"]: row[key] for row in rows}
                 value, tried = by_variant[best], set(by_variant.values())
                 if value in (min(tried), max(tried)) and (name == "rate" or len(tried) > 1):

@@ -28,6 +28,8 @@ from leviathan_ds.studies.study import Run, Study, run_name
 Row = dict[str, Any]
 RUNS, EVALUATIONS, FREQUENCY, EMBEDDINGS = "runs.csv", "evaluations.csv", "frequency.csv", "embeddings.json"
 DONE, DIVERGED, MISSING = "done", "diverged", "missing"  # a planned run's status
+FACTORS = {"input embedding": "input_lr_scale", "head": "head_lr_scale"}
+"""Parts whose learning rate is a factor times the body's: the factor's column. A tied head has its table's."""
 _INT, _FLOAT, _TEXT = pa.int64(), pa.float64(), pa.string()
 _IDENTITY = {"kind": _TEXT, "arm": _TEXT, "size": _TEXT, "variant": _TEXT, "seed": _INT}
 _PLAN = {
@@ -41,6 +43,7 @@ _PLAN = {
     "gflops_per_token": _FLOAT,
     "lr": _FLOAT,
     "input_lr_scale": _FLOAT,
+    "head_lr_scale": _FLOAT,
     "precision": _TEXT,
 }
 _MEASURED = {
@@ -135,6 +138,7 @@ def _plan(run: Run) -> Row:
     model, training = run.recipe.model, run.recipe.training
     count = count_parameters(model)
     scale = training.generator_lr_scale if model.embedding == "leviathan" else training.table_lr_scale
+    head_scale = scale if model.embedding == "dense_tied" else training.head_lr_scale
     return {
         "embedding": model.embedding,
         "hidden_size": model.hidden_size,
@@ -146,6 +150,7 @@ def _plan(run: Run) -> Row:
         "gflops_per_token": flops_per_token(model, run.recipe.data.sequence_length).total / 1e9,
         "lr": None if run.missing else training.lr,
         "input_lr_scale": None if run.missing else scale,
+        "head_lr_scale": None if run.missing else head_scale,
         "precision": training.precision,
     }
 

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -120,18 +119,18 @@ class Study:
     ) -> Run:
         found: Mapping[str, Any] = {}
         missing = None
-        if kind != "learning_rate" and "learning_rate" in self.experiments:
+        tuning = self.experiments.get("learning_rate")
+        if kind != "learning_rate" and tuning is not None and arm in tuning.arms:
             best = tuned.get((arm, self._tuned_size(size)))
             if best is None:
                 missing = f"no learning rate of {arm} is tuned: not all tries are done, or all diverged"
             else:
-                found = self.experiments["learning_rate"].variants[best]
+                found = tuning.variants[best]
         values = merged(self.recipe, self.sizes[size], self.arms[arm], found, grid.variants[variant])
-        training = values.setdefault("training", {})
-        training |= {"seed": seed, "min_lr": 0.0}
+        values.setdefault("training", {})["min_lr"] = 0.0
         recipe = _recipe(values, f"of {run_name(kind, arm, size, variant, seed)}")
         min_lr = round(recipe.training.lr / 10, 12)  # in all runs alike, whatever a recipe says
-        recipe = replace(recipe, training=replace(recipe.training, min_lr=min_lr))
+        recipe = replace(recipe, training=replace(recipe.training, min_lr=min_lr, seed=seed))
         if recipe.model.vocab_size is None:
             raise UserError("model.vocab_size is open; set it to the tokenizer's, sizes depend on it")
         tokens = grid.tokens or self.tokens
@@ -158,14 +157,15 @@ class Study:
         return step.total_s * run.recipe.training.train_steps
 
 
+_RECIPES: dict[str, Recipe] = {}
+
+
 def _recipe(values: dict[str, Any], origin: str) -> Recipe:
-    """Once for equal values: each takes some 20 ms, and a study's runs are expanded again and again."""
-    return _recipe_of_json(json.dumps(values), origin)
-
-
-@cache
-def _recipe_of_json(values: str, origin: str) -> Recipe:
-    return recipes.from_values(json.loads(values), origin)
+    """Once for equal values: each takes some 50 ms, and a study's runs are expanded again and again."""
+    key = json.dumps(values)
+    if key not in _RECIPES:
+        _RECIPES[key] = recipes.from_values(values, origin)
+    return _RECIPES[key]
 
 
 def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
