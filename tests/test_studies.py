@@ -24,12 +24,13 @@ import torch
 import yaml
 
 from data_prep.errors import UserError
+from data_prep.files import manifest_path
 from data_prep.indexed import IndexedReader
 from launchers import study as launcher
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.accounting import count_parameters
-from leviathan_ds.config import ModelConfig, TrainingConfig
+from leviathan_ds.config import ModelConfig
 from leviathan_ds.data.audit import Audit
 from leviathan_ds.parallel.launch import EXIT_DIVERGED, EXIT_STOPPED
 from leviathan_ds.studies import figures, measure, results, runner, theorem
@@ -73,7 +74,7 @@ def test_a_study_is_a_grid_of_recipes(tmp_path):
 
 def test_an_experiment_may_have_a_budget_of_its_own(tmp_path):
     rates = {"lr": {"training": {"lr": 1e-3}}}
-    tuning = {"arms": ["leviathan"], "sizes": ["d32"], "tokens": 2_560, "variants": rates}
+    tuning = {"sizes": ["d32"], "tokens": 2_560, "variants": rates}
     grid = {"learning_rate": tuning, "iso_body": {}}
     runs = list(write_study(tmp_path, experiments=grid).runs())
     assert {run.tokens for run in runs if run.kind == "learning_rate"} == {2_560}
@@ -227,6 +228,9 @@ def test_mistakes_in_a_base_are_named(tmp_path):
             upon(tmp_path, base)
 
 
+TUNING = STUDY["experiments"]["learning_rate"]
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -257,6 +261,10 @@ def test_mistakes_in_a_base_are_named(tmp_path):
         ),
         ({"arms": {"a": {"model": None}}}, "arms.a must be a mapping of sections"),
         ({"experiments": {"learning_rate": {}}}, "learning_rate.variants sets no training.lr"),
+        (
+            {"experiments": {"learning_rate": TUNING | {"arms": ["leviathan"]}, "iso_body": {}}},
+            "experiments.iso_body has dense_tied, of which learning_rate has no tries; add it to both",
+        ),
         ({"experiments": {"learning_rate": {"variants": {"a": None}}}}, "variants.a sets no training.lr"),
         (
             {"experiments": {"learning_rate": {"variants": {"a": {"training": {"lr": 1e-3}, "model": {}}}}}},
@@ -591,8 +599,8 @@ FACTORS = {
 
 
 def test_a_try_may_set_more_than_the_rate_and_all_of_it_is_taken(tmp_path, monkeypatch):
-    """The best try of one arm is the middle of both, of another at an end of the factors."""
-    best = {"dense_tied": (3e-3, 1.0), "dense_untied": (3e-3, 10.0), "leviathan": (9e-3, 0.1)}
+    """The best factor of each arm is at an end of the tries, of one the rate as well."""
+    best = {"dense_tied": (3e-3, 0.1), "dense_untied": (3e-3, 10.0), "leviathan": (9e-3, 0.1)}
 
     def loss(run: Run) -> float:
         training = run.recipe.training
@@ -614,6 +622,7 @@ def test_a_try_may_set_more_than_the_rate_and_all_of_it_is_taken(tmp_path, monke
     assert rates == {(arm, *found) for arm, found in best.items()}
     assert re.search(r"\| d64 \| leviathan \| 64 × 2 \| .* \| 0.009 \| 0.0009 \|", page)
     assert re.findall(r"\*\*(.*) is at an end of the tries", page) == [
+        "dense_tied at d64: the best factor of the input embedding, 0.1,",
         "dense_untied at d64: the best factor of the input embedding, 10,",
         "leviathan at d64: the best rate, 0.009,",
         "leviathan at d64: the best factor of the input embedding, 0.1,",
@@ -626,16 +635,6 @@ def test_a_try_may_set_more_than_the_rate_and_all_of_it_is_taken(tmp_path, monke
         lowest = {label: points[points[:, 1].argmin()] for label, points in drawn.items()}
         assert tuple(lowest[f"learning rate {rates[0]:g}"]) == (rates[1], 4.0), arm
         assert all(len(points) == 3 for points in drawn.values())
-
-
-def test_an_arm_without_tries_keeps_its_own_rate(tmp_path):
-    grid = STUDY["experiments"]["learning_rate"] | {"arms": ["leviathan"]}
-    arms = STUDY["arms"] | {"dense_tied": {"model": {"embedding": "dense_tied"}, "training": {"lr": 7e-3}}}
-    study = write_study(tmp_path, experiments={"learning_rate": grid, "iso_body": {"sizes": ["d64"]}}, arms=arms)
-    tied, untied, leviathan = study.runs({}, "iso_body/*")
-    assert (tied.missing, tied.recipe.training.lr) == (None, 7e-3)
-    assert (untied.missing, untied.recipe.training.lr) == (None, TrainingConfig().lr)
-    assert leviathan.missing
 
 
 def test_tries_of_the_heads_rate_are_shown_by_its_factor_and_a_tied_one_has_its_tables(tmp_path, monkeypatch):
@@ -780,9 +779,14 @@ def test_the_data_that_training_prepares_are_not_lacked(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "ds_configs", tmp_path / "ds_configs")
     study = load(ROOT / "studies" / "smoke.yaml")
     assert runner.lacking(study, tmp_path, list(study.runs())) == []
+    damaged = tmp_path / "data" / "demo"
+    damaged.mkdir(parents=True)
+    manifest_path(damaged / "sample").write_text("{}")  # as it is there, training prepares nothing
+    (lack,) = runner.lacking(study, tmp_path, list(study.runs()))
+    assert lack.startswith(f"{damaged / 'sample.idx'}: no such file")
     study = write_study(tmp_path, recipe=STUDY["recipe"] | {"data": {"prefixes": ["data/demo/other"]}})
     (lack,) = runner.lacking(study, tmp_path, list(study.runs()))
-    assert lack.startswith(f"{tmp_path / 'data/demo/other.idx'}: no such file")
+    assert lack.startswith(f"{damaged / 'other.idx'}: no such file")
 
 
 def test_a_run_of_another_recipe_is_not_taken_for_this_one(iso_body, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ arguments, and the test gets the results in rank order.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import multiprocessing
 import os
@@ -23,8 +24,8 @@ _PR_SET_PDEATHSIG = 1
 class WorkerPool:
     """`size` processes joined in one torch.distributed world (gloo, one thread each).
 
-    They are stopped between calls: twenty threads of gloo in each wake a hundred times a second, and a session's twenty
-    ranks would take a core from whatever test runs.
+    They are stopped between calls: twenty threads of gloo in each wake a hundred times a second, and a session's
+    twenty ranks would take a core from whatever test runs.
     """
 
     def __init__(self, size: int) -> None:
@@ -34,6 +35,7 @@ class WorkerPool:
             port = probe.getsockname()[1]
         self._pipes: list[Connection] = []
         self._processes = []
+        atexit.register(self.close)  # before multiprocessing's own, which would wait for a stopped rank for ever
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
@@ -43,32 +45,49 @@ class WorkerPool:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call a function on every rank; raises if any rank raised, died or did not answer."""
+        """Call a function on every rank; raises if any rank raised, died or did not answer.
+
+        After the latter two, or an exception from outside, the pool is closed: its ranks are out of step.
+        """
+        try:
+            answers = self._answers(function, arguments)
+        except BaseException:
+            self.close()
+            raise
+        failures = [f"rank {rank}:\n{text}" for rank, (failed, text) in enumerate(answers) if failed]
+        if failures:
+            raise RuntimeError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def _answers(self, function: Callable[..., Any], arguments: tuple) -> list[tuple[bool, Any]]:
         self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((function, arguments))
         answers = []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(TIMEOUT_S):
-                self.close()
                 raise TimeoutError(
                     f"rank {rank} gave no answer to {function.__name__}{arguments} in {TIMEOUT_S} s"
                 )
             answers.append(pipe.recv())
         self._signal(signal.SIGSTOP)
-        failures = [f"rank {rank}:\n{text}" for rank, (failed, text) in enumerate(answers) if failed]
-        if failures:
-            raise RuntimeError("\n".join(failures))
-        return [value for _, value in answers]
+        return answers
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
-            assert process.pid is not None
-            os.kill(process.pid, number)
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
 
     def close(self) -> None:
         for process in self._processes:
             process.kill()
+            process.join()
+        self._pipes.clear()
+        self._processes.clear()
+
+    @property
+    def closed(self) -> bool:
+        return not self._processes
 
 
 class WorkerPools:
@@ -84,7 +103,7 @@ class WorkerPools:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """As `WorkerPool.run`."""
         key = next((argument.tp for argument in arguments if hasattr(argument, "tp")), None)
-        if key not in self._pools:
+        if key not in self._pools or self._pools[key].closed:
             self._pools[key] = WorkerPool(self._size)
         return self._pools[key].run(function, *arguments)
 
@@ -94,7 +113,8 @@ class WorkerPools:
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process does not see its pipe close
+    # A stopped process does not see its pipe close. The signal comes when the thread that made the pool ends.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

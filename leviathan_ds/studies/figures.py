@@ -269,27 +269,26 @@ def learning_rate(comparison: Comparison) -> Any:
     if not tries:
         return None
     sizes = comparison.sizes("learning_rate")
-    tried = [(part, key, {(row["arm"], row[key]) for row in tries}) for part, key in FACTORS.items()]
-    part, factor = next(((part, key) for part, key, values in tried if len(values) > len(arms)), (None, ""))
-    several = part is not None
-    panels = [(size, arm) for size in sizes for arm in arms] if several else [(size, None) for size in sizes]
-    figure, axes = _panels(len(panels), _WIDTH if len(panels) < 3 else 3.6, sharey=several)
+    several = (part for part, key in FACTORS.items() if len({(row["arm"], row[key]) for row in tries}) > len(arms))
+    part = next(several, None)
+    panels = [(size, arm) for size in sizes for arm in arms] if part else [(size, None) for size in sizes]
+    figure, axes = _panels(len(panels), _WIDTH if len(panels) < 3 else 3.6, sharey=part is not None)
     for axis, (size, arm) in zip(axes, panels, strict=True):
         rows = comparison.of("learning_rate", arm, size)
-        if arm is None:
+        if part is None:
             for each in arms:
                 _tries(axis, [row for row in rows if row["arm"] == each], "lr", _style_of(each, arms), each)
             axis.set(title=size, xlabel="learning rate")
         else:
             for number, rate in enumerate(sorted({row["lr"] for row in tries})):
                 of_rate = [row for row in rows if row["lr"] == rate]
-                _tries(axis, of_rate, factor, _style(number), f"learning rate {rate:g}")
+                _tries(axis, of_rate, FACTORS[part], _style(number), f"learning rate {rate:g}")
             axis.set(title=f"{arm}, {size}", xlabel=f"factor on the {part}'s rate")
         axis.set_xscale("log")
-        if several:
+        if part:
             axis.xaxis.set_major_formatter("{x:g}")
     best, worst = (found(row["val_loss"] for row in tries) for found in (min, max))
-    if several and worst > best + 2:  # what is that bad is not to be read, and the rest is
+    if part and worst > best + 2:  # what is that bad is not to be read, and the rest is
         axes[0].set_ylim(best - 0.1, best + 2)
     axes[0].set_ylabel("validation loss, nats per token")
     axes[0].legend()

@@ -19,8 +19,9 @@ from typing import Any
 
 from data_prep.blend import load_blend
 from data_prep.errors import UserError
+from data_prep.files import manifest_path
 from data_prep.indexed import check_dataset
-from data_prep.sample import is_demo
+from data_prep.sample import DEMO_PREFIX, is_demo
 from leviathan_ds import recipe as recipes
 from leviathan_ds import run_directory
 from leviathan_ds.parallel import ds_config
@@ -80,13 +81,12 @@ def run_study(study: Study, folder: Path, pattern: str, say: Say) -> int:
 def lacking(study: Study, folder: Path, runs: Sequence[Run]) -> list[str]:
     """What of that which unfinished runs read is not there, a line each: the ds_config, datasets.
 
-    Each run would find out for itself, half a minute after its start.
+    But the demo's dataset, which training prepares. A run would find out for itself half a minute after its start.
     """
     due = [run for run in runs if not finished(run, folder / run.name)]
     found = [_mistake(ds_config.read, ROOT / study.ds_config)] if due else []
     for data in dict.fromkeys(run.recipe.data for run in due):
-        prefixes: list[str | Path | None] = [*data.validation_prefixes]
-        prefixes += [] if is_demo(data.prefixes) else data.prefixes
+        prefixes: list[str | Path | None] = [*data.prefixes, *data.validation_prefixes]
         if data.blend is not None:
             try:
                 entries = load_blend(ROOT / data.blend).entries
@@ -96,6 +96,8 @@ def lacking(study: Study, folder: Path, runs: Sequence[Run]) -> list[str]:
             prefixes += [prefix for entry in entries for prefix in (entry.train, entry.validation)]
         elif not data.prefixes:
             found.append(f"study {study.name}: data.prefixes is empty; name the datasets in its recipe:")
+        if is_demo(data.prefixes) and not manifest_path(ROOT / DEMO_PREFIX).is_file():
+            prefixes = [prefix for prefix in prefixes if prefix != str(DEMO_PREFIX)]
         found += [_mistake(check_dataset, ROOT / prefix) for prefix in prefixes if prefix is not None]
     return list(dict.fromkeys(filter(None, found)))
 
