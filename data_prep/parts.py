@@ -317,11 +317,17 @@ def anything_finished(folder: Path) -> bool:
     return bool(part_numbers(folder)) or any(folder.glob("*.signatures"))
 
 
-def remove_partial(folder: Path, numbers: Iterable[int]) -> None:
-    """Remove what ended workers left of these parts."""
+def remove_partial(folder: Path, plan_digest: str, numbers: Iterable[int], sources: Iterable[int]) -> None:
+    """Remove what ended workers left of these parts and of the hashes of these inputs."""
+    paths = [source_path(folder, number) for number in sources]
     for number in numbers:
-        for path in (data_path(folder, number), part_path(folder, number)):
-            partial_path(path).unlink(missing_ok=True)
+        paths += [
+            data_path(folder, number),
+            part_path(folder, number),
+            signatures_path(folder, plan_digest, number),
+        ]
+    for path in paths:
+        partial_path(path).unlink(missing_ok=True)
 
 
 def remove_parts(folder: Path) -> None:

@@ -259,8 +259,9 @@ def make_parts(
     """Make the parts of a share of the job that are not there yet. Raises as `prepare` does."""
     numbers = share.of(len(job.shards))
     claim_parts(job.folder, job.plan, job.tokenizer.content, overwrite)
-    remove_partial(job.folder, numbers)
     tasks, done = _remaining(job, numbers)
+    hashed = [task.number for task in tasks if isinstance(task, HashSource)]
+    remove_partial(job.folder, job.plan.digest, numbers, hashed)
 
     def report_all(progress: Progress) -> None:
         if report:
@@ -276,7 +277,7 @@ def make_parts(
             ]
         run_tasks(tasks, job.options, workers, report_all)
     except BaseException as error:
-        remove_partial(job.folder, numbers)
+        remove_partial(job.folder, job.plan.digest, numbers, hashed)
         if anything_finished(job.folder):
             error.add_note(
                 f"{len(part_numbers(job.folder))} of {len(job.shards)} parts are finished and stay in "

@@ -37,6 +37,7 @@ from data_prep.parts import (
     part_path,
     parts_folder,
     read_run,
+    signatures_path,
     tokenizer_copy_path,
 )
 from data_prep.preprocess import Share, main, make_parts, plan_job, prepare, preprocess
@@ -311,6 +312,30 @@ def test_a_note_says_how_to_go_on(
     with start(source, tokenizer_path, prefix) as run:
         assert run.wait(60) == 0
     assert contents(tmp_path / "out") == expected
+
+
+def test_nothing_partial_is_left_of_workers_that_ended(
+    half_done: Path, tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Killed in the midst of any of the files that they write, and what a whole run that was killed left."""
+    folder = parts_folder(half_done)
+    names = ["source_00000.json", "000001.part", "000001.json"]
+
+    def killed(tasks: Any, options: Any, *_: Any) -> None:
+        assert not list(folder.glob("*.partial")), "those of the run before"
+        for name in [*names, signatures_path(folder, options.plan, 1).name]:
+            (folder / f"{name}.partial").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    (folder / "source_00000.json").unlink()
+    source = tmp_path / "in.jsonl"
+    monkeypatch.setattr("data_prep.preprocess.run_tasks", killed)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            preprocess([source], tokenizer_path, half_done)
+        assert not list(folder.glob("*.partial"))
+        for name in names:  # a run that was killed itself
+            (folder / f"{name}.partial").write_bytes(b"half")
 
 
 def test_two_runs_at_once_are_refused(half_done: Path, tokenizer_path: Path, tmp_path: Path):
