@@ -289,10 +289,20 @@ def _listen_to_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+# The command with large shards: one worker is not to end its first before the other has begun.
+COMMAND = """
+import sys
+import data_prep.sources.shards
+data_prep.sources.shards._LEAST_SHARD_BYTES = 64 << 20
+from data_prep.preprocess import main
+sys.exit(main())
+"""
+
+
 @pytest.fixture
 def running(tmp_path: Path, tokenizer_path: Path, endless_source: Path) -> Iterator[subprocess.Popen[str]]:
     """The command line in the middle of its first shards, with two workers."""
-    command = [sys.executable, "-m", "data_prep.preprocess", "--input", str(endless_source), "--workers", "2"]
+    command = [sys.executable, "-c", COMMAND, "--input", str(endless_source), "--workers", "2"]
     command += ["--tokenizer", str(tokenizer_path), "--output_prefix", str(tmp_path / "out" / "d")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
